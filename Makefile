@@ -1,0 +1,38 @@
+# Two commands matter: `make quickstart` runs the main job, `make test` passes the tests. Both set up what they need.
+PYTHON ?= python3.11
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet -c constraints-cpu.txt
+MODEL  ?= models/smollm2-135m-instruct
+
+.PHONY: quickstart setup setup-test model test test-unit lint benchmark clean
+
+quickstart: setup model
+	$(BIN)/python -m aoffpolicy.launch examples/quickstart.toml --model.path $(MODEL)
+
+setup: $(VENV)/.setup
+$(VENV)/.setup: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -e .[gguf]
+	touch $@
+
+setup-test: $(VENV)/.setup-test
+$(VENV)/.setup-test: $(VENV)/.setup
+	$(PIP) -e .[gguf,dev]
+	touch $@
+
+model: $(MODEL)/model.safetensors
+$(MODEL)/model.safetensors: | setup
+	$(BIN)/python -m aoffpolicy.data.smollm2 $(MODEL)
+
+lint: setup-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-unit: setup-test
+	$(BIN)/python -m pytest -m "not multiprocess"
+
+test: setup-test model lint
+	$(BIN)/python -m pytest

@@ -1,0 +1,257 @@
+"""The typed configuration: a TOML file plus `--section.key value` overrides. Every fault is named at once."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from aoffpolicy.errors import ConfigError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Run(Section):
+    name: str = Field("run", min_length=1, pattern=r"^[\w.-]+$", description="name of the run's folder")
+    dir: Path = Field(Path("runs"), description="folder that holds the run folders")
+    steps: int = Field(10, ge=1, description="training steps")
+    seed: int = Field(0, ge=0, description="seed of data order and sampling")
+    max_staleness: int = Field(1, ge=0, description="versions a trained token may be behind; 0 is on-policy")
+    deterministic: bool = Field(False, description="fixed assignment and order: runs repeat bit for bit")
+
+
+class Model(Section):
+    path: Path = Field(..., description="Hugging Face model folder (config, safetensors, tokenizer)")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="dtype of rollouts and sent weights"
+    )
+
+
+class Data(Section):
+    source: str = Field(..., description="'reasoning_gym:NAME', or the path of a .jsonl or .parquet file")
+    params: dict[str, Any] = Field(default_factory=dict, description="parameters of a reasoning_gym data set")
+    prompts_per_step: int = Field(16, ge=1, description="groups in a batch")
+    group_size: int = Field(8, ge=1, description="completions of a prompt")
+    max_prompt_tokens: int = Field(512, ge=1, description="longer prompts are left out and counted")
+    shuffle: bool = Field(True, description="another order in every epoch, from run.seed")
+    epochs: int | None = Field(None, ge=1, description="passes over the data; unset: as many as the steps need")
+    chat: bool = Field(True, description="apply the tokenizer's chat template")
+    system_prompt: str = Field("", description="system message of chat prompts")
+    suffix: str = Field("", description="text put after every prompt's question")
+
+
+class Reward(Section):
+    function: str = Field(
+        "reasoning_gym", description="reasoning_gym, exact_match, last_number, package.module:function"
+    )
+    timeout_s: float = Field(10.0, gt=0, description="seconds for scoring one completion; then its process is killed")
+    workers: int = Field(1, ge=1, description="reward worker processes")
+    on_error: Literal["zero", "drop", "fail"] = Field(
+        "zero", description="a NaN, None, exception or hang: reward 0, drop the group, or stop the run"
+    )
+
+
+class Rollout(Section):
+    engine: str = Field("torch", description="torch, or package.module:Class")
+    workers: int = Field(1, ge=1, description="rollout workers, each an independent engine")
+    tensor_parallel: int = Field(1, ge=1, description="devices of one engine")
+    max_tokens: int = Field(64, ge=1, description="tokens of a completion at most")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; the trainer applies the same")
+    max_sequences: int = Field(128, ge=1, description="sequences an engine decodes at once")
+    stop_token_ids: list[int] = Field(default_factory=list, description="stop tokens besides the model's EOS")
+    device: Literal["auto", "cpu", "cuda", "npu"] = Field("auto", description="kind of device")
+    threads: int = Field(0, ge=0, description="CPU cores of a worker on device cpu; 0 shares the cores evenly")
+
+
+class Trainer(Section):
+    backend: str = Field("fsdp2", description="fsdp2, or package.module:Class")
+    ranks: int = Field(1, ge=1, description="trainer processes, one a device")
+    lr: float = Field(1e-6, ge=0, description="learning rate of AdamW")
+    token_budget: int = Field(4096, ge=1, description="packed tokens of a micro-batch; a longer sample has its own")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas")
+    grad_clip: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
+    logprob_chunk: int = Field(1024, ge=1, description="completion tokens whose logits are held at once")
+    activation_checkpointing: bool = Field(False, description="recompute layer activations in backward")
+    device: Literal["auto", "cpu", "cuda", "npu"] = Field("auto", description="kind of device")
+    threads: int = Field(0, ge=0, description="CPU cores of a rank on device cpu; 0 shares the cores evenly")
+
+
+class Algorithm(Section):
+    name: str = Field("grpo", description="grpo, or package.module:Class")
+    clip_low: float = Field(0.2, gt=0, description="importance ratios are clipped below 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="importance ratios are clipped above 1 + clip_high")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the k3 KL to the initial model; 0: no reference")
+    normalize_std: bool = Field(True, description="divide advantages by the group's reward deviation")
+
+
+class Weights(Section):
+    backend: Literal["auto", "gloo"] = Field("auto", description="collective for weights; auto: from the device")
+    mode: Literal["dense"] = Field("dense", description="send every weight")
+    swap: Literal["boundary"] = Field("boundary", description="swap between generations")
+    bucket_bytes: int = Field(64 * 2**20, ge=1024, description="bytes of one broadcast")
+    join_timeout_s: float = Field(60.0, gt=0, description="deadline of forming the group")
+    sync_timeout_s: float = Field(300.0, gt=0, description="deadline of one weight update")
+
+
+class Control(Section):
+    host: str = Field("127.0.0.1", description="address that the controller binds: IPv4, IPv6 or name")
+    curve: bool = Field(True, description="encrypt and authenticate (CURVE); needed off loopback")
+    heartbeat_timeout_s: float = Field(10.0, gt=0, description="silence after which a peer is lost")
+    request_timeout_s: float = Field(1800.0, gt=0, description="deadline of one training step or one group")
+
+
+class Supervisor(Section):
+    max_restarts: int = Field(0, ge=0, le=0, description="restarts of a child; 0 only: a death ends the run")
+    start_timeout_s: float = Field(600.0, gt=0, description="deadline of starting all processes and loading the model")
+    stop_timeout_s: float = Field(10.0, gt=0, description="grace before a child is killed")
+    interrupt_timeout_s: float = Field(600.0, gt=0, description="deadline of the checkpoint that Ctrl-C asks for")
+
+
+class Status(Section):
+    address: str = Field("", description="host:port of the status stream; empty: control.host and a free port")
+
+
+class Checkpoint(Section):
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0: only when interrupted")
+    keep: int = Field(2, ge=1, description="checkpoints kept")
+
+
+class Eval(Section):
+    every: int = Field(0, ge=0, description="policy versions between evaluations; 0: none")
+    source: str = Field("", description="held-out data, in the form of data.source; empty: none")
+    params: dict[str, Any] = Field(default_factory=dict, description="parameters of a reasoning_gym data set")
+    prompts: int = Field(64, ge=1, description="prompts of an evaluation")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature; 0 is greedy")
+
+    @model_validator(mode="after")
+    def _source_for_every(self) -> Self:
+        if self.every and not self.source:
+            raise ValueError("eval.every is set, so eval.source must name held-out data")
+        return self
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: Run = Run()
+    model: Model
+    data: Data
+    reward: Reward = Reward()
+    rollout: Rollout = Rollout()
+    trainer: Trainer = Trainer()
+    algorithm: Algorithm = Algorithm()
+    weights: Weights = Weights()
+    control: Control = Control()
+    supervisor: Supervisor = Supervisor()
+    status: Status = Status()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.dir / self.run.name
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply `--section.key value` overrides, and check everything.
+
+    Args:
+        path: The TOML file.
+        overrides: Alternating `--section.key` and value, or `--section.key=value`; values are TOML or plain text.
+
+    Raises:
+        ConfigError: One fault for each wrong key, all of them at once.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"{path}: not valid TOML: {error}"]) from error
+    faults = [fault for key, value in _pairs(overrides) if (fault := _put(tree, key, value))]
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        faults += [_explain(detail["loc"], detail["msg"], detail["type"]) for detail in error.errors()]
+        raise ConfigError(faults) from error
+    faults += list(_conflicts(config))
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Every key of the config as (key, default, meaning)."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from keys(field.annotation, f"{prefix}{name}.")
+        else:
+            default = "(required)" if field.is_required() else str(field.get_default(call_default_factory=True))
+            yield prefix + name, default, field.description or ""
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as a TOML file that `load` reads back to the same config."""
+    import tomli_w
+
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    words = iter(overrides)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not key.startswith("--"):
+            raise ConfigError([f"{word}: expected --section.key value"])
+        if not equals:
+            following = next(words, None)
+            if following is None:
+                raise ConfigError([f"{key}: a value is missing"])
+            value = following
+        yield key.removeprefix("--"), value
+
+
+def _put(tree: dict[str, Any], key: str, text: str) -> str | None:
+    """Set a dotted key in the tree; returns the fault if there is one."""
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            return f"{key}: {section} is a value, not a section"
+    try:
+        tree[name] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        tree[name] = text
+    return None
+
+
+def _explain(location: tuple[int | str, ...], message: str, kind: str) -> str:
+    key = ".".join(map(str, location)) or "config"
+    if kind == "extra_forbidden":
+        known = [name for name, _, _ in keys()]
+        close = difflib.get_close_matches(key, known, n=1)
+        return f"{key}: no such key" + (f"; did you mean {close[0]}?" if close else "")
+    return f"{key}: {message}"
+
+
+def _conflicts(config: Config) -> Iterator[str]:
+    """Faults that concern more than one section."""
+    if not config.model.path.is_dir():
+        yield f"model.path: {config.model.path} is not a folder; `make model` builds the quickstart's"
+    elif not (config.model.path / "config.json").is_file():
+        yield f"model.path: {config.model.path} holds no config.json, so it is not a Hugging Face model folder"
+    if config.data.group_size > config.rollout.max_sequences:
+        yield (
+            f"data.group_size: {config.data.group_size} completions do not fit into "
+            f"rollout.max_sequences = {config.rollout.max_sequences}"
+        )
+    if config.rollout.engine == "torch" and config.rollout.tensor_parallel > 1:
+        yield "rollout.tensor_parallel: the embedded torch engine runs on one device; use 1"

@@ -1,0 +1,261 @@
+"""Remote roles behind the scheduler's protocols: a pool of rollout workers, the trainer ranks, the weight plane."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import anyio
+import numpy as np
+
+from aoffpolicy.algorithms import Algorithm
+from aoffpolicy.config import Config
+from aoffpolicy.errors import RoleError
+from aoffpolicy.protocols import GroupDropped, GroupRequest
+from aoffpolicy.samples import Batch, SampleGroup
+from aoffpolicy.transport.control import ControlServer, PeerId
+from aoffpolicy.transport.messages import (
+    Generate,
+    Generated,
+    Message,
+    Sampling,
+    SaveCheckpoint,
+    Score,
+    Scored,
+    Started,
+    Train,
+    Trained,
+)
+from aoffpolicy.transport.rendezvous import Coordinator
+
+logger = logging.getLogger(__name__)
+
+
+async def call_all(
+    server: ControlServer, requests: Mapping[PeerId, Message], timeout_s: float
+) -> dict[PeerId, Message]:
+    """Ask several peers at once; the first failure cancels the other calls and is raised.
+
+    Raises:
+        RoleError: What the first peer to fail said, or that it was lost or too late.
+    """
+    replies: dict[PeerId, Message] = {}
+
+    async def ask(peer: PeerId, request: Message) -> None:
+        replies[peer] = await server.call(peer, request, timeout_s)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for peer, request in requests.items():
+                tasks.start_soon(ask, peer, request)
+    except* RoleError as group:
+        raise _first(group) from None
+    return replies
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class WorkerPool:
+    """Workers of one role with a bounded number of requests in flight in each; the least loaded is taken first.
+
+    Args:
+        capacities: Requests that each worker takes at once.
+    """
+
+    def __init__(self, capacities: Mapping[PeerId, int]) -> None:
+        self._capacities = dict(capacities)
+        self._in_flight: Counter[PeerId] = Counter()
+        self._turn = anyio.Condition()
+
+    @asynccontextmanager
+    async def worker(self, only: int | None = None) -> AsyncIterator[PeerId]:
+        """Hold one place in the least loaded worker, or in the worker of rank `only`; waits, in order, for a place."""
+        async with self._turn:
+            while (peer := self._free(only)) is None:
+                await self._turn.wait()
+            self._in_flight[peer] += 1
+        try:
+            yield peer
+        finally:
+            with anyio.CancelScope(shield=True):
+                async with self._turn:
+                    self._in_flight[peer] -= 1
+                    self._turn.notify_all()
+
+    def _free(self, only: int | None) -> PeerId | None:
+        candidates = [
+            peer
+            for peer, capacity in self._capacities.items()
+            if self._in_flight[peer] < capacity and only in (None, peer.rank)
+        ]
+        return min(candidates, key=lambda peer: (self._in_flight[peer] / self._capacities[peer], peer), default=None)
+
+
+class RemoteRollout:
+    """`Rollout` over the control plane: one rollout worker samples a group, then a reward worker scores it."""
+
+    def __init__(
+        self, server: ControlServer, config: Config, rollouts: Mapping[PeerId, int], rewards: Mapping[PeerId, int]
+    ) -> None:
+        self._server = server
+        self._config = config
+        self._workers = len(rollouts)
+        self._rollouts = WorkerPool(rollouts)
+        self._rewards = WorkerPool(rewards)
+        self.reward_errors: Counter[str] = Counter()
+        """How often a completion could not be scored, by reason."""
+
+    async def generate(self, request: GroupRequest) -> SampleGroup:
+        generated = await self._generate(request)
+        scored = await self._score(request, generated.group)
+        return self._with_rewards(generated.group, scored)
+
+    async def _generate(self, request: GroupRequest) -> Generated:
+        static = request.prompt.uid % self._workers if self._config.run.deterministic else None
+        message = Generate(prompt=request.prompt, sampling=self._sampling(request))
+        async with self._rollouts.worker(static) as peer:
+            reply = await self._server.call(peer, message, self._config.control.request_timeout_s)
+        assert isinstance(reply, Generated)
+        return reply
+
+    async def _score(self, request: GroupRequest, group: SampleGroup) -> Scored:
+        message = Score(row=request.prompt.row, completions=tuple(sample.text for sample in group.samples))
+        timeout_s = self._config.reward.timeout_s * len(group.samples) + self._config.control.request_timeout_s
+        async with self._rewards.worker() as peer:
+            reply = await self._server.call(peer, message, timeout_s)
+        assert isinstance(reply, Scored)
+        return reply
+
+    def _sampling(self, request: GroupRequest) -> Sampling:
+        evaluating = request.purpose == "eval"
+        return Sampling(
+            n=1 if evaluating else self._config.data.group_size,
+            max_tokens=self._config.rollout.max_tokens,
+            temperature=self._config.eval.temperature if evaluating else self._config.rollout.temperature,
+            seed=self._config.run.seed,
+        )
+
+    def _with_rewards(self, group: SampleGroup, scored: Scored) -> SampleGroup:
+        """Apply `reward.on_error` to what could not be scored; afterwards every reward is finite."""
+        if scored.errors:
+            self.reward_errors.update(scored.errors)
+            where = f"prompt {group.prompt.uid}: {scored.errors[0]}"
+            if self._config.reward.on_error == "fail":
+                raise RoleError("reward", 0, where)
+            if self._config.reward.on_error == "drop":
+                raise GroupDropped(f"reward: {scored.errors[0]}")
+            logger.warning("reward 0 for %d completions of %s", len(scored.errors), where)
+        samples = tuple(
+            replace(sample, reward=0.0 if reward is None else reward)
+            for sample, reward in zip(group.samples, scored.rewards, strict=True)
+        )
+        return replace(group, samples=samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Which data shard each trainer rank takes."""
+
+    of_rank: Mapping[PeerId, int]
+    count: int
+
+    @classmethod
+    def of(cls, started: Mapping[PeerId, Started]) -> Shards:
+        return cls({peer: reply.shard for peer, reply in started.items()}, next(iter(started.values())).shards)
+
+
+def balance(costs: Sequence[int], shards: int) -> list[list[int]]:
+    """Spread items over shards so that the largest sum is small: heaviest first, each to the lightest shard.
+
+    Args:
+        costs: Tokens of each group.
+        shards: Number of shards.
+
+    Returns:
+        For each shard the indices of its groups, in ascending order; a shard may be empty.
+    """
+    chosen: list[list[int]] = [[] for _ in range(shards)]
+    loads = [0] * shards
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        shard = loads.index(min(loads))
+        chosen[shard].append(index)
+        loads[shard] += costs[index]
+    return [sorted(indices) for indices in chosen]
+
+
+def group_tokens(group: SampleGroup) -> int:
+    """Tokens of a group when its prompt is computed once."""
+    prompt = len(group.prompt.token_ids_P)
+    return prompt + sum(len(sample.token_ids_T) - prompt for sample in group.samples)
+
+
+class RemoteTrainer:
+    """`Trainer` over the control plane: every rank gets its shard of the batch at the same time."""
+
+    def __init__(
+        self, server: ControlServer, config: Config, algorithm: Algorithm, shards: Shards, checkpoints: Path
+    ) -> None:
+        self._server = server
+        self._config = config
+        self._algorithm = algorithm
+        self._shards = shards
+        self._checkpoints = checkpoints
+
+    async def train(self, step: int, batch: Batch) -> Mapping[str, float]:
+        advantages = self._algorithm.advantages(batch.groups)
+        parts = balance([group_tokens(group) for group in batch.groups], self._shards.count)
+        requests = {
+            peer: self._part(step, batch.groups, advantages, parts[shard])
+            for peer, shard in self._shards.of_rank.items()
+        }
+        replies = await call_all(self._server, requests, self._config.control.request_timeout_s)
+        first = replies[min(replies)]
+        assert isinstance(first, Trained)
+        return first.metrics
+
+    async def save(self, step: int, state: bytes) -> None:
+        path = self._checkpoints / f"step-{step}"
+        request = SaveCheckpoint(path=str(path), step=step, scheduler_state=state)
+        await call_all(
+            self._server,
+            dict.fromkeys(self._shards.of_rank, request),
+            self._config.control.request_timeout_s,
+        )
+        await anyio.to_thread.run_sync(partial(prune, self._checkpoints, self._config.checkpoint.keep))
+
+    def _part(
+        self,
+        step: int,
+        groups: Sequence[SampleGroup],
+        advantages: Sequence[np.ndarray],
+        indices: Sequence[int],
+    ) -> Train:
+        return Train(
+            step=step,
+            groups=tuple(groups[i] for i in indices),
+            advantages=tuple(advantages[i] for i in indices),
+            temperature=self._config.rollout.temperature,
+        )
+
+
+class RemoteWeightSync:
+    """`WeightSync` over the weight plane."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    async def send(self, version: int) -> None:
+        await self._coordinator.send(version)
+
+    async def load(self, version: int) -> None:
+        await self._coordinator.load(version)

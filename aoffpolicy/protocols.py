@@ -1,0 +1,69 @@
+"""The scheduler's collaborators: three small protocols. An embedding user implements these, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from aoffpolicy.samples import Batch, Prompt, SampleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """An order for one group."""
+
+    prompt: Prompt
+    step: int
+    """Training step the group is for; for evaluations, the step after which it was asked for."""
+    version: int
+    """Policy version loaded when the group was dispatched."""
+    purpose: Literal["train", "eval"] = "train"
+    attempt: int = 0
+    """0, then 1, 2, ... when the same prompt is dispatched again."""
+
+
+class GroupDropped(Exception):
+    """Raised by `Rollout.generate` to drop this group with a reason instead of ending the run."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+class Rollout(Protocol):
+    async def generate(self, request: GroupRequest) -> SampleGroup:
+        """Sample and score one group under the loaded weights.
+
+        Called concurrently, once for each group in flight; balancing over workers is the implementation's.
+        Cancellation aborts the group.
+
+        Raises:
+            GroupDropped: The group is to be counted as dropped; the run goes on.
+        """
+        ...
+
+
+class Trainer(Protocol):
+    async def train(self, step: int, batch: Batch) -> Mapping[str, float]:
+        """Do one step on the batch and return its metrics. Idempotent by step."""
+        ...
+
+    async def save(self, step: int, state: bytes) -> None:
+        """Store a checkpoint: `step` steps are trained, and `state` (the scheduler's) belongs to it, atomically."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Both calls of one version come in order, and no other version is in between."""
+
+    async def send(self, version: int) -> None:
+        """Send the trainer's weights as this version; returns when the trainer may go on.
+
+        With swap "boundary" no generation runs from before this call until `load` returns.
+        """
+        ...
+
+    async def load(self, version: int) -> None:
+        """Returns when every rollout generates under this version."""
+        ...

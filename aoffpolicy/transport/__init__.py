@@ -1,0 +1,1 @@
+"""Moving messages (ZeroMQ) and weights (collectives) between processes."""
