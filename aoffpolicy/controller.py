@@ -9,15 +9,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
 
 from aoffpolicy.algorithms import Algorithm
 from aoffpolicy.config import Config
-from aoffpolicy.errors import RoleError
+from aoffpolicy.errors import RoleError, first_cause
 from aoffpolicy.protocols import GroupDropped, GroupRequest
 from aoffpolicy.samples import Batch, SampleGroup
+from aoffpolicy.trainer.checkpoint import prune
 from aoffpolicy.transport.control import ControlServer, PeerId
 from aoffpolicy.transport.messages import (
     Generate,
@@ -31,20 +33,20 @@ from aoffpolicy.transport.messages import (
     Train,
     Trained,
 )
-from aoffpolicy.transport.rendezvous import Coordinator
+from aoffpolicy.transport.coordinator import Coordinator
 
 logger = logging.getLogger(__name__)
 
 
 async def call_all(
     server: ControlServer, requests: Mapping[PeerId, Message], timeout_s: float
-) -> dict[PeerId, Message]:
+) -> dict[PeerId, Any]:
     """Ask several peers at once; the first failure cancels the other calls and is raised.
 
     Raises:
         RoleError: What the first peer to fail said, or that it was lost or too late.
     """
-    replies: dict[PeerId, Message] = {}
+    replies: dict[PeerId, Any] = {}
 
     async def ask(peer: PeerId, request: Message) -> None:
         replies[peer] = await server.call(peer, request, timeout_s)
@@ -53,16 +55,9 @@ async def call_all(
         async with anyio.create_task_group() as tasks:
             for peer, request in requests.items():
                 tasks.start_soon(ask, peer, request)
-    except* RoleError as group:
-        raise _first(group) from None
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from None
     return replies
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 class WorkerPool:
@@ -102,18 +97,30 @@ class WorkerPool:
 
 
 class RemoteRollout:
-    """`Rollout` over the control plane: one rollout worker samples a group, then a reward worker scores it."""
+    """`Rollout` over the control plane: one rollout worker samples a group, then a reward worker scores it.
+
+    Args:
+        server: The control plane.
+        config: The resolved config.
+        rollouts: Groups that each rollout worker takes at once.
+        rewards: Groups that each reward worker takes at once.
+        reward_errors: Counts, by reason, the completions that could not be scored.
+    """
 
     def __init__(
-        self, server: ControlServer, config: Config, rollouts: Mapping[PeerId, int], rewards: Mapping[PeerId, int]
+        self,
+        server: ControlServer,
+        config: Config,
+        rollouts: Mapping[PeerId, int],
+        rewards: Mapping[PeerId, int],
+        reward_errors: Counter[str],
     ) -> None:
         self._server = server
         self._config = config
         self._workers = len(rollouts)
         self._rollouts = WorkerPool(rollouts)
         self._rewards = WorkerPool(rewards)
-        self.reward_errors: Counter[str] = Counter()
-        """How often a completion could not be scored, by reason."""
+        self._reward_errors = reward_errors
 
     async def generate(self, request: GroupRequest) -> SampleGroup:
         generated = await self._generate(request)
@@ -148,7 +155,7 @@ class RemoteRollout:
     def _with_rewards(self, group: SampleGroup, scored: Scored) -> SampleGroup:
         """Apply `reward.on_error` to what could not be scored; afterwards every reward is finite."""
         if scored.errors:
-            self.reward_errors.update(scored.errors)
+            self._reward_errors.update(scored.errors)
             where = f"prompt {group.prompt.uid}: {scored.errors[0]}"
             if self._config.reward.on_error == "fail":
                 raise RoleError("reward", 0, where)

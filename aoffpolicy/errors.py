@@ -50,6 +50,9 @@ class PeerLostError(RoleError):
 class ProcessDiedError(RoleError):
     """A child process ended although it should have lived; the cause names its signal or exit code."""
 
+    by_signal = False
+    """Whether a signal ended it."""
+
 
 class DeadlineError(RoleError):
     """A wait ran past its deadline; the cause says who waited for whom, for how long, and what to do."""
@@ -73,3 +76,11 @@ class ProtocolError(AoffpolicyError):
 
 class SchedulerError(AoffpolicyError):
     """The scheduler was asked for something it cannot do; the message explains what and why."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first exception inside nested exception groups; cancellations count only when there is nothing else."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [first_cause(member) for member in error.exceptions]
+    return next((cause for cause in causes if isinstance(cause, Exception)), causes[0])

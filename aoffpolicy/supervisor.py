@@ -103,6 +103,12 @@ class Supervisor:
         assert self.first_death is not None
         raise self.first_death
 
+    async def death_within(self, seconds: float) -> ProcessDiedError | None:
+        """The first unexpected death, if there was one or there is one in time."""
+        with anyio.move_on_after(seconds):
+            await self._died.wait()
+        return self.first_death
+
     def expect_exits(self) -> None:
         """From now on a child that ends has done as it was told."""
         self._stopping = True
@@ -118,6 +124,7 @@ class Supervisor:
         code = await child.process.wait()
         if not self._stopping and self.first_death is None:
             self.first_death = ProcessDiedError(child.role, child.rank, _cause_of_death(child, code), _tail(child.log))
+            self.first_death.by_signal = code < 0
             self._died.set()
 
     async def _end_all(self) -> None:

@@ -7,7 +7,7 @@ Each request has exactly one reply type, given in its docstring and in `REPLIES`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ PROTOCOL = 1
 Frame = bytes | memoryview
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of requests and replies; the tag on the wire is the class name."""
 
@@ -156,7 +157,8 @@ class Join(Message):
 
     term: int
     rank: int
-    size: int
+    members: tuple[str, ...]
+    """Role and rank ("rollout 1") of every rank of the group, for error messages; the length is the group's size."""
     store_host: str
     """Bare address, without brackets."""
     store_port: int
@@ -252,7 +254,7 @@ def encode(message: Any) -> list[Frame]:
     def hook(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             array = np.ascontiguousarray(value)
-            buffers.append(memoryview(array.reshape(-1).view(np.uint8)))
+            buffers.append(array.reshape(-1).view(np.uint8).data)
             return (array.dtype.str, value.shape, len(buffers) - 1)
         if isinstance(value, np.generic):
             return value.item()
@@ -274,14 +276,14 @@ def decode(frames: Sequence[Frame], kind: type[M]) -> M:
         if expected is not np.ndarray:
             raise TypeError(f"unexpected field type {expected!r}")
         dtype, shape, index = value
-        kind_of = np.dtype(dtype)
-        if kind_of.hasobject:
-            raise ValueError("arrays of objects are not accepted")
+        kind_of = np.dtype(str(dtype))
+        if kind_of.kind not in "biufc" or min(shape, default=0) < 0:
+            raise ValueError(f"not an array of numbers: {dtype} {shape}")
         return np.frombuffer(buffers[index], dtype=kind_of).reshape(shape)
 
     try:
         return msgspec.msgpack.decode(frames[0], type=kind, dec_hook=hook)
-    except (msgspec.MsgspecError, ValueError, TypeError, IndexError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, IndexError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"not a {getattr(kind, '__name__', kind)}: {error}") from error
 
 
@@ -298,6 +300,6 @@ def unpack(data: bytes, kind: type[M]) -> M:
     """
     try:
         frames = msgspec.msgpack.decode(data, type=list[bytes])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"not a packed message: {error}") from error
     return decode(frames, kind)

@@ -1,0 +1,171 @@
+"""Reading the status stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from aoffpolicy.errors import DeadlineError, PeerLostError, ProtocolError
+from aoffpolicy.transport.address import Address, resolve
+from aoffpolicy.transport.event_schema import LIVE, REPLAY, AnyEvent, decode_event
+from aoffpolicy.transport.security import KeyPair, secure_client
+
+_TURNED_AWAY = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+class StatusSubscriber:
+    """Reads a run's events: first the last value of each (`replay` true), then what happens.
+
+    `async for event in subscriber`, or `for event in subscriber.blocking()` without an event loop. Close it, or use it
+    in `with`.
+
+    Args:
+        address: Where the publisher listens.
+        key: The read-only CURVE key pair; None without CURVE.
+        server_key: The publisher's public key; None without CURVE.
+        timeout_s: Longest silence before an iteration gives up; None waits for ever.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        key: KeyPair | None = None,
+        server_key: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        if (key is None) != (server_key is None):
+            raise ValueError("CURVE needs both the reader's keys and the publisher's public key")
+        self._address = address
+        self._timeout_s = timeout_s
+        self._first_live = 0
+        """`seq` of the first live event, 0 before it."""
+        self._connected = False
+        self._caught_up = False
+        hosts = resolve(address.host)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.ipv6 = True
+        self._socket.linger = 0
+        if key is not None and server_key is not None:
+            secure_client(self._socket, key, server_key)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _TURNED_AWAY
+        )
+        self._socket.subscribe(LIVE)
+        self._socket.subscribe(REPLAY + secrets.token_hex(16).encode())
+        for host in hosts:  # a name may stand for an IPv6 and an IPv4 address, and the publisher listens on one
+            self._socket.connect(Address(host, address.port).url)
+
+    def snapshot(self, timeout_s: float) -> list[AnyEvent]:
+        """The last value of everything; blocks until the publisher has answered.
+
+        Raises:
+            DeadlineError: Nothing answered in time.
+            PeerLostError: The publisher went away.
+            ProtocolError: The publisher does not accept the key, or speaks another schema.
+        """
+        deadline = time.monotonic() + timeout_s
+        events: list[AnyEvent] = []
+        while not self._caught_up:
+            event = self._take()
+            if event is not None:
+                events.append(event)
+            elif not self._caught_up and not self._poll(deadline - time.monotonic()):
+                raise self._silence(timeout_s)
+        return events
+
+    def blocking(self) -> Iterator[AnyEvent]:
+        """Iterate without an event loop; raises what `snapshot` raises."""
+        while True:
+            event = self._take()
+            if event is not None:
+                yield event
+            elif not self._poll(self._timeout_s):
+                raise self._silence(self._timeout_s or 0.0)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> AnyEvent:
+        """The next event; raises what `snapshot` raises."""
+        while True:
+            event = self._take()
+            if event is not None:
+                return event
+            poller = zmq.asyncio.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._monitor, zmq.POLLIN)
+            if not await poller.poll(-1 if self._timeout_s is None else int(self._timeout_s * 1000)):
+                raise self._silence(self._timeout_s or 0.0)
+
+    def close(self) -> None:
+        """Disconnect; no harm in a second call."""
+        if not self._context.closed:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close()
+            self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- Frames to events ------------------------------------------------------------------------------------------
+
+    def _poll(self, timeout_s: float | None) -> bool:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        return bool(poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000))))
+
+    def _take(self) -> AnyEvent | None:
+        """The next event that has arrived, or None; what came before a lost connection is still delivered."""
+        while True:
+            try:
+                topic, data = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self._check_connection()
+                return None
+            except ValueError:
+                raise ProtocolError(f"what listens at {self._address} does not publish a run's status") from None
+            if topic.startswith(REPLAY) and not data:
+                self._caught_up = True
+                continue
+            event = decode_event(data)
+            if not event.replay:
+                self._first_live = self._first_live or event.seq
+            elif self._first_live and event.seq >= self._first_live:
+                continue  # it came live already
+            return event
+
+    def _check_connection(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event & _TURNED_AWAY:
+                raise ProtocolError(
+                    f"the publisher at {self._address} does not accept this reader: the key must be that "
+                    "run's status.key"
+                )
+            if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
+            elif self._connected:
+                raise PeerLostError("publisher", 0, f"the status stream at {self._address} has ended")
+
+    def _silence(self, timeout_s: float) -> DeadlineError:
+        if self._connected:
+            return DeadlineError("publisher", 0, f"no event from {self._address} for {timeout_s:.1f} s")
+        return DeadlineError(
+            "publisher", 0, f"nothing answered at {self._address} within {timeout_s:.1f} s; is the run still going?"
+        )
