@@ -35,7 +35,9 @@ class Model(Section):
 
 class Data(Section):
     source: str = Field(..., description="'reasoning_gym:NAME', or the path of a .jsonl or .parquet file")
-    params: dict[str, Any] = Field(default_factory=dict, description="parameters of a reasoning_gym data set")
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="parameters of a reasoning_gym data set; endless unless size is given"
+    )
     prompts_per_step: int = Field(16, ge=1, description="groups in a batch")
     group_size: int = Field(8, ge=1, description="completions of a prompt")
     max_prompt_tokens: int = Field(512, ge=1, description="longer prompts are left out and counted")
@@ -44,6 +46,15 @@ class Data(Section):
     chat: bool = Field(True, description="apply the tokenizer's chat template")
     system_prompt: str = Field("", description="system message of chat prompts")
     suffix: str = Field("", description="text put after every prompt's question")
+    bad_prompts: Literal["skip", "fail"] = Field(
+        "skip", description="empty and too long prompts: left out and counted, or an error at start"
+    )
+
+    @model_validator(mode="after")
+    def _system_prompt_needs_chat(self) -> Self:
+        if self.system_prompt and not self.chat:
+            raise ValueError("data.system_prompt needs data.chat = true")
+        return self
 
 
 class Reward(Section):
@@ -52,6 +63,7 @@ class Reward(Section):
     )
     timeout_s: float = Field(10.0, gt=0, description="seconds for scoring one completion; then its process is killed")
     workers: int = Field(1, ge=1, description="reward worker processes")
+    processes: int = Field(2, ge=1, description="killable scoring processes of each reward worker")
     on_error: Literal["zero", "drop", "fail"] = Field(
         "zero", description="a NaN, None, exception or hang: reward 0, drop the group, or stop the run"
     )
@@ -96,7 +108,7 @@ class Weights(Section):
     backend: Literal["auto", "gloo"] = Field("auto", description="collective for weights; auto: from the device")
     mode: Literal["dense"] = Field("dense", description="send every weight")
     swap: Literal["boundary"] = Field("boundary", description="swap between generations")
-    bucket_bytes: int = Field(64 * 2**20, ge=1024, description="bytes of one broadcast")
+    bucket_bytes: int = Field(16 * 2**20, ge=1024, description="bytes of one broadcast")
     join_timeout_s: float = Field(60.0, gt=0, description="deadline of forming the group")
     sync_timeout_s: float = Field(300.0, gt=0, description="deadline of one weight update")
 
@@ -253,5 +265,9 @@ def _conflicts(config: Config) -> Iterator[str]:
             f"data.group_size: {config.data.group_size} completions do not fit into "
             f"rollout.max_sequences = {config.rollout.max_sequences}"
         )
+    if config.reward.function == "reasoning_gym":
+        for key, source in (("data.source", config.data.source), ("eval.source", config.eval.source)):
+            if source and not source.startswith("reasoning_gym:"):
+                yield f"{key}: the reward reasoning_gym scores data of reasoning_gym:NAME only, not {source}"
     if config.rollout.engine == "torch" and config.rollout.tensor_parallel > 1:
         yield "rollout.tensor_parallel: the embedded torch engine runs on one device; use 1"

@@ -74,6 +74,10 @@ class ProtocolError(AoffpolicyError):
     """A frame, message or version on the wire is not what this side speaks."""
 
 
+class EngineError(AoffpolicyError):
+    """A rollout engine cannot do what it was asked for; the message names the model, prompt or version."""
+
+
 class SchedulerError(AoffpolicyError):
     """The scheduler was asked for something it cannot do; the message explains what and why."""
 

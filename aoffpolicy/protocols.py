@@ -15,7 +15,7 @@ class GroupRequest:
 
     prompt: Prompt
     step: int
-    """Training step the group is for; for evaluations, the step after which it was asked for."""
+    """Training step the group is for; for evaluations, the step that made the version (-1: the initial weights)."""
     version: int
     """Policy version loaded when the group was dispatched."""
     purpose: Literal["train", "eval"] = "train"
@@ -29,6 +29,18 @@ class GroupDropped(Exception):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(reason)
+
+
+class Prompts(Protocol):
+    """The data in dispatch order; a list will do."""
+
+    def __getitem__(self, uid: int, /) -> Prompt:
+        """The prompt whose `uid` this is; asked for 0, 1, 2, ...
+
+        Raises:
+            IndexError: The data has ended.
+        """
+        ...
 
 
 class Rollout(Protocol):
@@ -46,7 +58,10 @@ class Rollout(Protocol):
 
 class Trainer(Protocol):
     async def train(self, step: int, batch: Batch) -> Mapping[str, float]:
-        """Do one step on the batch and return its metrics. Idempotent by step."""
+        """Do one step on the batch and return its metrics.
+
+        Idempotent by step: a run that goes on after a fault may ask for the step that was in progress once more.
+        """
         ...
 
     async def save(self, step: int, state: bytes) -> None:

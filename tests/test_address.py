@@ -97,7 +97,7 @@ def test_a_listener_on_a_foreign_address_says_so() -> None:
 
 
 def test_an_unknown_name_is_named() -> None:
-    with pytest.raises(ConfigError, match="no-such-host.invalid: no address is known"):
+    with pytest.raises(ConfigError, match=r"no-such-host\.invalid: no address is known"):
         resolve("no-such-host.invalid")
 
 

@@ -65,7 +65,9 @@ def test_a_tensor_larger_than_a_bucket_is_cut_and_the_last_bucket_holds_only_wha
 
 
 def test_padding_bytes_are_zero_so_that_digests_compare() -> None:
-    manifest = Manifest(specs_of([("a", torch.ones(3, dtype=torch.uint8)), ("b", torch.ones(1, dtype=torch.uint8))]), 64)
+    manifest = Manifest(
+        specs_of([("a", torch.ones(3, dtype=torch.uint8)), ("b", torch.ones(1, dtype=torch.uint8))]), 64
+    )
     dirty = [torch.full((64,), 0xAB, dtype=torch.uint8)]
     tensors = [("a", torch.ones(3, dtype=torch.uint8)), ("b", torch.ones(1, dtype=torch.uint8))]
     (bucket,) = manifest.pack(tensors, dirty)

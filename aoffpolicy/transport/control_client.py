@@ -102,8 +102,10 @@ class ControlClient:
                 tasks.start_soon(self._watch_connection, monitor)
                 calls.connect(url)
                 await self._greet(calls)
-                tasks.start_soon(self._run_pulse, context, url)
+                beating = anyio.Event()
+                tasks.start_soon(self._run_pulse, context, url, beating)
                 try:
+                    await beating.wait()  # before the first call is taken, whose handler might block the event loop
                     await self._serve_calls(calls, tasks, handlers)
                 finally:
                     self._pulse.stop()
@@ -148,11 +150,17 @@ class ControlClient:
             if event & _BROKEN and self._welcomed:
                 raise PeerLostError("controller", 0, f"the connection of {self._hello.peer} to {self._address} broke")
 
-    async def _run_pulse(self, context: zmq.asyncio.Context, url: str) -> None:
-        connection = self._open(zmq.Context.shadow(context))
-        connection.sndhwm = 100
-        connection.connect(url)
-        await anyio.to_thread.run_sync(self._pulse.run, connection, limiter=anyio.CapacityLimiter(1))
+    async def _run_pulse(self, context: zmq.asyncio.Context, url: str, beating: anyio.Event) -> None:
+        loop = asyncio.get_running_loop()
+
+        def run(connection: zmq.Socket[bytes]) -> None:
+            loop.call_soon_threadsafe(beating.set)
+            self._pulse.run(connection)
+
+        with self._open(zmq.Context.shadow(context)) as connection:
+            connection.sndhwm = 100
+            connection.connect(url)
+            await anyio.to_thread.run_sync(run, connection, limiter=anyio.CapacityLimiter(1))
 
     async def _serve_calls(self, calls: zmq.asyncio.Socket, tasks: TaskGroup, handlers: Handlers) -> None:
         stopped = anyio.Event()

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 ABORT_TIMEOUT_S = 5.0
-"""Of telling one member to abort, or less where the deadline of joining is short."""
+"""For one member to abort and come to rest, or less where the deadline of joining is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +246,7 @@ class Coordinator:
                 update.sent.set()
 
         what = f"version {update.version} was not delivered (term {self._term})"
-        update.failure = WeightSyncError(f"{what}: it was cancelled")
+        ended = False
         try:
             with update.scope:
                 try:
@@ -255,11 +255,13 @@ class Coordinator:
                 except BaseException as error:
                     await self._abort(_words(error))
                     raise
-                update.failure = None
+                ended = True
         except Exception as error:
             logger.error("%s", error)
-            update.failure = error
+            update.failure, ended = error, True
         finally:
+            if not ended:
+                update.failure = WeightSyncError(f"{what}: it was cancelled")
             update.sent.set()
             update.done.set()
 
@@ -301,7 +303,7 @@ class Coordinator:
             try:
                 await self._call(peer, request, timeout_s)
             except AoffpolicyError as error:
-                logger.warning("could not be told to abort term %d: %s", request.term, error)
+                logger.warning("did not come to rest after term %d was aborted: %s", request.term, error)
 
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as tasks:

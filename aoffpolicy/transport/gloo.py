@@ -8,6 +8,7 @@ which may still be in a broadcast, so a thread of ours does it.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from datetime import timedelta
@@ -29,7 +30,9 @@ def create(store: Store, options: GroupOptions) -> GlooCollective:
     try:
         return GlooCollective(ProcessGroupGloo(store, options.rank, options.size, gloo))
     except RuntimeError as error:
-        raise CollectiveError(f"gloo could not connect rank {options.rank} of {options.size}: {error}") from error
+        raise CollectiveError(
+            f"gloo could not connect rank {options.rank} of {options.size}: {_words(error)}"
+        ) from error
 
 
 class GlooCollective:
@@ -91,6 +94,11 @@ class GlooBroadcast:
                 raise CollectiveError(f"{self._what} did not end within {self._timeout_s:.1f} s")
             work.wait()
         except RuntimeError as error:
-            raise CollectiveError(f"{self._what} broke: {str(error).splitlines()[0]}") from error
+            raise CollectiveError(f"{self._what} broke: {_words(error)}") from error
         finally:
             del work
+
+
+def _words(error: RuntimeError) -> str:
+    """gloo's first sentence, without the place in its source and its advice."""
+    return re.sub(r"^\[[^\]]*\] ", "", str(error)).splitlines()[0].split(". This is")[0]

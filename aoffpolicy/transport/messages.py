@@ -179,7 +179,7 @@ class Joined(Message):
 
 
 class Abort(Message):
-    """Leave the group of this term, also in the middle of a collective; reply `Done`."""
+    """Leave the group of this term, also in the middle of a collective; reply `Done` once the member is at rest."""
 
     term: int
     reason: str

@@ -62,7 +62,7 @@ class Pulse:
         self._woken.close()
 
     def run(self, connection: zmq.Socket[bytes]) -> None:
-        """Beat over this connected socket, which is closed at the end.
+        """Beat over this connected socket until stopped.
 
         Raises:
             PeerLostError: The controller was silent for too long.
@@ -73,23 +73,20 @@ class Pulse:
         poller.register(connection, zmq.POLLIN)
         poller.register(self._woken, zmq.POLLIN)
         heard_at = due = time.monotonic()
-        with connection:
-            while not self._stopping:
-                now = time.monotonic()
-                if now >= due:
-                    if now - due > self._interval_s:
-                        heard_at += now - due  # this process was suspended: the controller could not be heard
-                    self._send(connection, self._beat())
-                    due = now + self._interval_s
-                poller.poll(max(0, math.ceil((due - now) * 1000)))
-                self._send_lines(connection)
-                if self._hear(connection):
-                    heard_at = time.monotonic()
-                silent_s = time.monotonic() - heard_at
-                if silent_s > self._silence_s:
-                    raise PeerLostError(
-                        "controller", 0, f"{self._hello.peer} heard nothing from it for {silent_s:.1f} s"
-                    )
+        while not self._stopping:
+            now = time.monotonic()
+            if now >= due:
+                if now - due > self._interval_s:
+                    heard_at += now - due  # this process was suspended: the controller could not be heard
+                self._send(connection, self._beat())
+                due = now + self._interval_s
+            poller.poll(max(0, math.ceil((due - now) * 1000)))
+            self._send_lines(connection)
+            if self._hear(connection):
+                heard_at = time.monotonic()
+            silent_s = time.monotonic() - heard_at
+            if silent_s > self._silence_s:
+                raise PeerLostError("controller", 0, f"{self._hello.peer} heard nothing from it for {silent_s:.1f} s")
 
     def _beat(self) -> Beat:
         hello = self._hello

@@ -155,9 +155,13 @@ class WeightMember:
         return await self._in_lane(request.term, partial(self._join, request))
 
     async def abort(self, request: Abort) -> Done:
-        """Leave the group; what is blocked in a collective raises."""
+        """Leave the group: what is blocked in a collective raises. Returns when this member's thread is idle again.
+
+        So trainer ranks still gathering in lockstep are done before the controller asks them for anything else.
+        """
         if request.term == self._term.number:
             self._term.abort(f"term {request.term} was aborted: {request.reason}")
+            await self._lane.run(lambda: None)
         return Done()
 
     async def send(self, request: SendWeights) -> WeightsSent:

@@ -1,0 +1,1 @@
+"""Rows from files or generators, and the prompts made of them."""

@@ -1,0 +1,461 @@
+"""The pipeline: generates the groups of later steps while one step trains. Follow a step from top to bottom.
+
+    prompts -> dispatch -> Rollout.generate -> ledger of the step -> Trainer.train -> WeightSync.send -> load -> dispatch
+
+`v_0` are the initial weights; step m trains `v_m` and makes `v_{m+1}`. One rule holds for every mode: a group for step m
+may start under version v only if m - v <= max_staleness. It is kept by pacing dispatch, not by discarding groups.
+While weights are swapped no generation is in flight: dispatching stops, running groups finish, then weights are sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Literal, Self
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from aoffpolicy.errors import SchedulerError, first_cause
+from aoffpolicy.protocols import GroupRequest, Prompts, Rollout, Trainer, WeightSync
+from aoffpolicy.records import PhaseEvent, PhaseName, StepRecord
+from aoffpolicy.samples import Batch, Prompt
+from aoffpolicy.scheduling.attempts import GroupAttempts
+from aoffpolicy.scheduling.calls import call_role
+from aoffpolicy.scheduling.evaluating import Evaluating
+from aoffpolicy.scheduling.ledger import StepLedger
+from aoffpolicy.scheduling.meter import Meter
+from aoffpolicy.scheduling.record_queue import RecordQueue
+from aoffpolicy.scheduling.settings import SchedulerSettings
+from aoffpolicy.scheduling.state import SchedulerState
+from aoffpolicy.scheduling.window import Window
+
+__all__ = ["Scheduler", "SchedulerSettings"]
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Drives a `Rollout`, a `Trainer` and a `WeightSync` through the steps; an async context manager that owns its tasks.
+
+        async with Scheduler(rollout, trainer, weight_sync, prompts, settings) as scheduler:
+            async for record in scheduler.run():
+                ...
+
+    Leaving the block early cancels everything; `interrupt` ends the run in good order. When anything fails, the block is
+    cancelled wherever it is and the first cause is raised from it. The rollouts are expected to hold version
+    `scheduler.version` (0, or the restored one) when the run begins.
+
+    Args:
+        rollout: Generates groups.
+        trainer: Trains batches and stores checkpoints.
+        weight_sync: Brings the trainer's weights to the rollouts.
+        prompts: The data in dispatch order; a list will do.
+        settings: What is asked for.
+        eval_prompts: The held-out set, needed if `settings.eval_every` is set.
+        state: Where an earlier run stopped, as it is or packed.
+        observer: Called with every phase that begins or ends; must not block.
+
+    Raises:
+        SchedulerError: Something impossible is asked for.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        trainer: Trainer,
+        weight_sync: WeightSync,
+        prompts: Prompts,
+        settings: SchedulerSettings,
+        *,
+        eval_prompts: Sequence[Prompt] | None = None,
+        state: SchedulerState | bytes | None = None,
+        observer: Callable[[PhaseEvent], None] | None = None,
+    ) -> None:
+        if settings.eval_every and not eval_prompts:
+            raise SchedulerError(f"eval_every = {settings.eval_every} needs eval_prompts, and there are none")
+        self._trainer = trainer
+        self._weight_sync = weight_sync
+        self._prompts = prompts
+        self._settings = settings
+        self._eval_prompts = eval_prompts or ()
+        self._observer = observer
+        self._attempts = GroupAttempts(rollout, settings)
+
+        state = SchedulerState.unpack(state) if isinstance(state, bytes) else state or SchedulerState(0, 0, 0)
+        self._step = state.step  # steps trained or skipped, so also the step that comes next
+        self._version = state.version  # of the trainer's weights
+        self._next_uid = state.next_uid  # first prompt never dispatched
+        self._ledgers = {  # of the steps that are not trained yet
+            saved.step: StepLedger.restored(
+                saved, settings.prompts_per_step, settings.group_limit, self._oldest_allowed(saved.step)
+            )
+            for saved in state.open_steps
+        }
+        self._loaded = self._version  # of the rollouts' weights
+        self._in_flight = 0  # groups being generated, evaluation included
+        self._training = False
+        self._draining = False  # a new version waits for the rollouts to become idle
+        self._swapping = False  # weights are on their way: no generation
+        self._data_ended = False
+        self._interrupted = False
+        self._evaluation: Evaluating | None = None
+
+        self._meter = Meter()
+        self._window: Window | None = None
+        self._records = RecordQueue()
+        self._saved = self._step  # of the newest checkpoint
+        self._started = False
+
+    # --- For the caller --------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps trained or skipped; also the step that comes next."""
+        return self._step
+
+    @property
+    def version(self) -> int:
+        """Version of the trainer's weights."""
+        return self._version
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupted
+
+    async def __aenter__(self) -> Self:
+        self._change = anyio.Event()
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if error is None:
+            self._tasks.cancel_scope.cancel()
+        try:
+            return await self._tasks.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            cause = first_cause(group)
+        finally:
+            self._records.close()
+        if cause is error:
+            return False
+        context = cause.__context__
+        try:
+            raise cause
+        finally:
+            cause.__context__ = context  # its own history, not the group it was found in
+
+    def run(self) -> AsyncIterator[StepRecord]:
+        """Start, and iterate over the records of the steps, in order.
+
+        The run does not wait for who reads the records. Step m's record comes when step m + 1 begins to train (its
+        window ends then) and its evaluation, if one was due, is done.
+        """
+        if self._started:
+            raise SchedulerError("a Scheduler runs once; make another one from state() to go on")
+        self._started = True
+        self._tasks.start_soon(self._run, name="scheduler")
+        return self._records
+
+    def interrupt(self) -> None:
+        """End soon and in good order: a training step in progress completes, a checkpoint is saved, `run` ends."""
+        self._interrupted = True
+        if self._started:
+            self._notify()
+
+    def state(self) -> SchedulerState:
+        """Where the run stands now, also after it has failed: all that `Scheduler(state=...)` needs to go on."""
+        return SchedulerState(
+            step=self._step,
+            version=self._version,
+            next_uid=self._next_uid,
+            open_steps=tuple(ledger.save() for _, ledger in sorted(self._ledgers.items()) if ledger.dispatched),
+        )
+
+    # --- The run ---------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        self._run_began = anyio.current_time()
+        async with anyio.create_task_group() as self._groups:
+            self._groups.start_soon(self._dispatch, name="dispatch")
+            if self._settings.eval_initial and self._step == 0:
+                self._evaluate(self._version, made_by=-1)
+            await self._train_steps()
+            await self._until(lambda: not self._swapping)  # no rollout is left with half of its weights
+            if not self._interrupted:
+                await self._evaluate_final()
+            self._groups.cancel_scope.cancel()
+        if self._interrupted or (self._settings.checkpoint_every and self._saved != self._step):
+            await self._save()
+        self._close_window(None)
+        self._records.end()
+
+    async def _train_steps(self) -> None:
+        """The trainer's line: one step after the other, while groups are generated beside it."""
+        while (ledger := await self._next_batch()) is not None:
+            self._close_window(ledger)
+            self._open_window(ledger)
+            if ledger.finished:
+                await self._train(ledger)
+                await self._swap_weights(made_by=ledger.step)
+            else:
+                logger.warning("step %d is skipped: every group was dropped: %s", ledger.step, dict(ledger.dropped))
+                self._leave_behind(ledger)
+            if self._checkpoint_due() and not self._interrupted:
+                await self._save()
+
+    async def _next_batch(self) -> StepLedger | None:
+        """Wait until all groups of the next step are there; None if there is no next step or the run is to end."""
+        if self._step >= self._settings.steps:
+            return None
+        ledger = self._ledger(self._step)
+        await self._until(lambda: self._interrupted or self._is_complete(ledger))
+        if self._interrupted or not ledger.dispatched:
+            return None
+        self._end_of_generation(ledger)
+        return ledger
+
+    # --- 1. Dispatch: which group may start now? -------------------------------------------------------------------
+
+    async def _dispatch(self) -> None:
+        """Start groups in the order of the data as soon as they may; those to train on before those to evaluate."""
+        while True:
+            ledger = self._ledger_to_fill()
+            if not self._has_room():
+                await self._change.wait()
+            elif ledger is not None:
+                self._dispatch_one(ledger)
+                await checkpoint()  # a thousand groups at once would hold up the event loop
+            elif self._evaluation is not None and self._evaluation.waiting and not self._swapping:
+                prompt = self._evaluation.waiting.popleft()
+                self._in_flight += 1
+                self._groups.start_soon(self._generate_to_evaluate, self._evaluation, prompt)
+                await checkpoint()
+            else:
+                await self._change.wait()
+
+    def _has_room(self) -> bool:
+        return self._settings.max_in_flight is None or self._in_flight < self._settings.max_in_flight
+
+    def _ledger_to_fill(self) -> StepLedger | None:
+        """The first step that needs a group and may have it started now."""
+        if self._swapping:
+            return None
+        first = self._step + self._training
+        # New weights wait: only the step that they wait for goes on under the old ones, nothing further ahead.
+        end = first + (1 if self._draining else self._settings.batches_ahead)
+        for step in range(first, min(end, self._settings.steps)):
+            if self._loaded < self._oldest_allowed(step):
+                return None
+            ledger = self._ledger(step)
+            if ledger.again or (ledger.missing > 0 and not self._data_ended):
+                return ledger
+        return None
+
+    def _oldest_allowed(self, step: int) -> int:
+        """The lowest version that a group of this step may come from; lower still if steps before it are skipped."""
+        return self._version + (step - self._step) - self._settings.max_staleness
+
+    def _dispatch_one(self, ledger: StepLedger) -> None:
+        fresh = not ledger.again
+        uid = self._next_uid if fresh else ledger.again[0]
+        try:
+            prompt = self._prompts[uid]
+        except IndexError:
+            if not fresh:
+                raise SchedulerError(f"the state to resume from needs prompt {uid}, but the data ends before") from None
+            self._data_ended = True
+            self._notify()
+            return
+        if prompt.uid != uid:
+            raise SchedulerError(f"prompts[{uid}] has uid {prompt.uid}; a prompt's uid is its position")
+        if fresh:
+            self._next_uid += 1
+        else:
+            ledger.again.popleft()
+        if ledger.first_dispatch is None:
+            self._observe("generate", ledger.step, self._loaded, "begin")
+        ledger.dispatch(uid, anyio.current_time(), fresh=fresh)
+        self._in_flight += 1
+        self._groups.start_soon(self._generate_to_train, ledger, prompt)
+
+    def _ledger(self, step: int) -> StepLedger:
+        if step not in self._ledgers:
+            self._ledgers[step] = StepLedger(step, self._settings.prompts_per_step, self._settings.group_limit)
+        return self._ledgers[step]
+
+    # --- 2. Generate: one task a group -----------------------------------------------------------------------------
+
+    async def _generate_to_train(self, ledger: StepLedger, prompt: Prompt) -> None:
+        request = GroupRequest(prompt, ledger.step, self._loaded)
+        with self._meter("rollout", "generate"):
+            outcome = await self._attempts.group(request, self._oldest_allowed(ledger.step))
+        ledger.settle(prompt.uid, outcome, anyio.current_time())
+        self._in_flight -= 1
+        if self._is_complete(ledger):
+            self._end_of_generation(ledger)
+        self._notify()
+
+    def _is_complete(self, ledger: StepLedger) -> bool:
+        return not ledger.unfinished and (ledger.missing <= 0 or self._data_ended)
+
+    def _end_of_generation(self, ledger: StepLedger) -> None:
+        if ledger.last_scored is not None and not ledger.reported:
+            ledger.reported = True
+            self._observe("generate", ledger.step, self._loaded, "end", ledger.last_scored, ledger.generate_s)
+
+    # --- 3. Train --------------------------------------------------------------------------------------------------
+
+    async def _train(self, ledger: StepLedger) -> None:
+        batch = Batch(ledger.step, self._version, ledger.groups)
+        self._training = True
+        self._notify()
+        with self._phase("train", ledger.step, self._version):
+            metrics = await call_role(
+                "trainer",
+                f"trainer.train of step {ledger.step}",
+                self._trainer.train(ledger.step, batch),
+                self._settings.train_deadline_s,
+                "train_deadline_s",
+            )
+        assert self._window is not None
+        self._window.metrics = metrics
+        self._training = False
+        self._version += 1
+        self._leave_behind(ledger)
+        if self._evaluation_due(self._version):
+            self._records.hold(ledger.step)
+
+    def _leave_behind(self, ledger: StepLedger) -> None:
+        """The step is over: the frontier moves on."""
+        del self._ledgers[ledger.step]
+        self._step += 1
+        self._notify()
+
+    # --- 4. Swap weights: no generation from before `send` until after `load` --------------------------------------
+
+    async def _swap_weights(self, made_by: int) -> None:
+        """Send the new weights once the rollouts are idle; loading goes on beside the next training step."""
+        self._draining = True
+        self._notify()
+        await self._until(lambda: self._interrupted or self._rollouts_idle())
+        self._draining = False
+        if self._interrupted:
+            return
+        self._swapping = True
+        with self._phase("send", made_by, self._version):
+            await self._call_sync("trainer", "send", self._version)
+        self._groups.start_soon(self._load, self._version, made_by)
+
+    def _rollouts_idle(self) -> bool:
+        """Nothing is being generated, and nothing more may be under the weights that are loaded."""
+        evaluating = self._evaluation is not None
+        return not (self._swapping or self._in_flight or evaluating or self._ledger_to_fill() is not None)
+
+    async def _load(self, version: int, made_by: int) -> None:
+        with self._phase("load", made_by, version):
+            await self._call_sync("rollout", "load", version)
+        self._loaded = version
+        self._swapping = False
+        if self._evaluation_due(version):
+            self._evaluate(version, made_by)
+        self._notify()
+
+    async def _call_sync(self, role: str, method: str, version: int) -> None:
+        call = self._weight_sync.send(version) if method == "send" else self._weight_sync.load(version)
+        deadline_s = self._settings.sync_deadline_s
+        await call_role(role, f"weight_sync.{method} of version {version}", call, deadline_s, "sync_deadline_s")
+
+    # --- Beside the steps: evaluation, checkpoints, records --------------------------------------------------------
+
+    def _evaluation_due(self, version: int) -> bool:
+        return self._settings.eval_every > 0 and version % self._settings.eval_every == 0
+
+    def _evaluate(self, version: int, made_by: int) -> None:
+        """Have the held-out set generated under exactly this version: no other is sent before it is done."""
+        self._evaluation = Evaluating(version, made_by, self._eval_prompts, anyio.current_time())
+        self._observe("eval", made_by, version, "begin")
+        self._notify()
+
+    async def _generate_to_evaluate(self, evaluation: Evaluating, prompt: Prompt) -> None:
+        request = GroupRequest(prompt, evaluation.made_by, evaluation.version, purpose="eval")
+        with self._meter("rollout"):
+            outcome = await self._attempts.group(request, evaluation.version)
+        self._in_flight -= 1
+        evaluation.settle(outcome)
+        if evaluation.complete:
+            result = evaluation.result(anyio.current_time())
+            self._evaluation = None
+            self._observe("eval", evaluation.made_by, evaluation.version, "end", seconds=result.time)
+            self._records.evaluated(evaluation.made_by, result)
+        self._notify()
+
+    async def _evaluate_final(self) -> None:
+        """Evaluate the weights that the run ends with, unless their number made it due anyway."""
+        due = self._settings.eval_every and self._window is not None
+        if due and not self._evaluation_due(self._version):
+            self._evaluate(self._version, made_by=self._step - 1)
+        await self._until(lambda: self._interrupted or self._evaluation is None)
+
+    def _checkpoint_due(self) -> bool:
+        every = self._settings.checkpoint_every
+        return every > 0 and (self._step % every == 0 or self._step == self._settings.steps)
+
+    async def _save(self) -> None:
+        with self._phase("checkpoint", self._step, self._version):
+            packed = await anyio.to_thread.run_sync(self.state().pack)
+            await call_role(
+                "trainer",
+                f"trainer.save after {self._step} steps",
+                self._trainer.save(self._step, packed),
+                self._settings.save_deadline_s,
+                "save_deadline_s",
+            )
+        self._saved = self._step
+
+    def _open_window(self, ledger: StepLedger) -> None:
+        now = anyio.current_time()
+        fill_s = now - self._run_began if self._window is None else 0.0
+        self._window = Window(ledger, self._version, now, self._meter.read(), fill_s)
+
+    def _close_window(self, following: StepLedger | None) -> None:
+        if self._window is not None:
+            now, busy = anyio.current_time(), self._meter.read()
+            self._records.put(self._window.close(now, busy, following, self._settings.max_staleness))
+
+    # --- Waiting and telling ---------------------------------------------------------------------------------------
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._change.wait()
+
+    def _notify(self) -> None:
+        """Something changed that somebody may wait for."""
+        self._change.set()
+        self._change = anyio.Event()
+
+    @contextmanager
+    def _phase(self, name: PhaseName, step: int, version: int) -> Iterator[None]:
+        began = anyio.current_time()
+        self._observe(name, step, version, "begin")
+        with self._meter(name):
+            yield
+        self._observe(name, step, version, "end", seconds=anyio.current_time() - began)
+
+    def _observe(
+        self,
+        name: PhaseName,
+        step: int,
+        version: int,
+        state: Literal["begin", "end"],
+        time: float | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        if self._observer is not None:
+            now = anyio.current_time() if time is None else time
+            self._observer(PhaseEvent(name, step, version, state, now, seconds))

@@ -1,0 +1,1 @@
+"""Trainer ranks: the worker process, its backends, packing, log-probabilities, checkpoints."""

@@ -1,0 +1,150 @@
+"""The FSDP2 trainer backend: `fully_shard` over any Hugging Face causal language model folder, one rank or many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from aoffpolicy import algorithms
+from aoffpolicy.config import Config
+from aoffpolicy.samples import SampleGroup
+from aoffpolicy.trainer.logprobs import LogprobModel
+from aoffpolicy.trainer.metrics import TokenSums
+from aoffpolicy.trainer.packing import MicroBatch, empty, pack_group, stack
+
+
+class Fsdp2:
+    """Model, optimizer and schedule of one rank; master weights are float32.
+
+    The default process group must exist; every rank calls every method in the same order.
+
+    Args:
+        config: The resolved config.
+        device: This rank's device.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._ranks = dist.get_world_size()
+        self._algorithm = algorithms.build(config.algorithm)
+        self.policy = self._build()
+        self._reference = self._build().requires_grad_(False) if config.algorithm.kl_coef else None
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(),
+            lr=config.trainer.lr,
+            betas=config.trainer.betas,
+            weight_decay=config.trainer.weight_decay,
+            fused=device.type != "npu",
+        )
+        warmup_steps = config.trainer.warmup_steps
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / (warmup_steps + 1))
+        )
+
+    @property
+    def shard(self) -> int:
+        """Which part of a batch this rank takes."""
+        return dist.get_rank()
+
+    @property
+    def shards(self) -> int:
+        return self._ranks
+
+    def _build(self) -> LogprobModel:
+        model = AutoModelForCausalLM.from_pretrained(self._config.model.path, dtype=torch.float32)
+        model.config.use_cache = False
+        if self._config.trainer.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy = LogprobModel(model.to(self._device), self._config.trainer.logprob_chunk).train()
+        mesh = init_device_mesh(self._device.type, (self._ranks,), mesh_dim_names=("data",))
+        keep_whole = self._ranks == 1  # there is nothing to free between forward and backward
+        for layer in _decoder_layers(model):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=not keep_whole)
+        fully_shard(policy, mesh=mesh, reshard_after_forward=False)
+        return policy
+
+    # --- Training --------------------------------------------------------------------------------------------------
+
+    def train(
+        self, groups: Sequence[SampleGroup], advantages: Sequence[np.ndarray], temperature: float
+    ) -> dict[str, float]:
+        """One optimizer step on this rank's shard of the batch.
+
+        The loss is the mean over the trained tokens of the global batch, so neither the number of ranks nor the token
+        budget changes the gradient.
+
+        Args:
+            groups: This rank's groups; may be empty.
+            advantages: float32 [G] for each group.
+            temperature: What the rollout sampled with.
+
+        Returns:
+            Metrics of the global batch, the same on every rank.
+        """
+        micro_batches = self._micro_batches(groups, advantages)
+        tokens = self._sum(sum(len(batch.target_N) for batch in micro_batches))
+        sums = TokenSums(self._device)
+        self.optimizer.zero_grad()
+        for batch in micro_batches:
+            logprobs_N, entropy_N = self.policy(batch, temperature)
+            reference_N = None
+            if self._reference is not None:
+                with torch.no_grad():
+                    reference_N, _ = self._reference(batch, temperature)
+            loss_N, details = self._algorithm.loss(logprobs_N, batch.behaviour_N, batch.advantage_N, reference_N)
+            # FSDP averages gradients over the ranks; the sum over all tokens is wanted.
+            (loss_N.sum() * (self._ranks / max(1, tokens))).backward()
+            sums.add(batch, logprobs_N.detach(), entropy_N, loss_N.detach(), details)
+        grad_norm = _full(nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.trainer.grad_clip))
+        learning_rate = self.schedule.get_last_lr()[0]
+        self.optimizer.step()
+        self.schedule.step()
+        return {**sums.means(), "grad_norm": float(grad_norm), "lr": float(learning_rate)}
+
+    def _micro_batches(self, groups: Sequence[SampleGroup], advantages: Sequence[np.ndarray]) -> list[MicroBatch]:
+        """As many on every rank, since each is a collective; a rank with less to do adds empty ones."""
+        budget = self._config.trainer.token_budget
+        rows = [row for group, ours in zip(groups, advantages, strict=True) for row in pack_group(group, ours, budget)]
+        batches = stack(rows, budget, self._device)
+        count = torch.tensor(len(batches), device=self._device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        return [*batches, *(empty(self._device) for _ in range(int(count) - len(batches)))]
+
+    def _sum(self, value: int) -> int:
+        total = torch.tensor(value, device=self._device)
+        dist.all_reduce(total)
+        return int(total)
+
+    # --- Weights ---------------------------------------------------------------------------------------------------
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, sharded tensor) in the order of `export_weights`; a tied output layer is left out."""
+        model = self.policy.model
+        yield from model.named_parameters()
+        persistent = model.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole tensor), one after another; every rank must drive it to its end."""
+        for name, tensor in self.named_weights():
+            yield name, _full(tensor.detach())
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _decoder_layers(model: Any) -> nn.ModuleList:
+    """The list of decoder layers, which Hugging Face models keep under this name."""
+    layers: nn.ModuleList = model.base_model.layers
+    return layers
