@@ -76,6 +76,9 @@ class Rollout(Section):
     max_tokens: int = Field(64, ge=1, description="tokens of a completion at most")
     temperature: float = Field(1.0, gt=0, description="sampling temperature; the trainer applies the same")
     max_sequences: int = Field(128, ge=1, description="sequences an engine decodes at once")
+    group_deadline_s: float | None = Field(
+        None, gt=0, description="seconds after which a group is dispatched again, once, then dropped; unset: none"
+    )
     stop_token_ids: list[int] = Field(default_factory=list, description="stop tokens besides the model's EOS")
     device: Literal["auto", "cpu", "cuda", "npu"] = Field("auto", description="kind of device")
     threads: int = Field(0, ge=0, description="CPU cores of a worker on device cpu; 0 shares the cores evenly")
@@ -101,6 +104,10 @@ class Algorithm(Section):
     clip_low: float = Field(0.2, gt=0, description="importance ratios are clipped below 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="importance ratios are clipped above 1 + clip_high")
     kl_coef: float = Field(0.0, ge=0, description="weight of the k3 KL to the initial model; 0: no reference")
+    filter_zero_variance: bool = Field(False, description="leave out groups whose rewards are all equal")
+    on_filtered: Literal["refill", "shrink"] = Field(
+        "refill", description="for a group left out: generate another one, or train a smaller batch"
+    )
     normalize_std: bool = Field(True, description="divide advantages by the group's reward deviation")
 
 

@@ -19,7 +19,7 @@ class PhaseEvent:
     step: int
     """Step that the phase belongs to; for send, load and eval the one that made the version (-1: the initial one)."""
     version: int
-    """generate and train: the version they use; send, load, eval: the version they handle; checkpoint: the one saved."""
+    """That it uses (generate, train, eval), brings to the rollouts (send, load) or saves (checkpoint)."""
     state: Literal["begin", "end"]
     time: float
     """Seconds on the event loop's clock."""

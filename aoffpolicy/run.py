@@ -219,6 +219,20 @@ class Run:
             sync_timeout_s=weights.sync_timeout_s,
         )
 
+    def _settings(self, max_in_flight: int) -> SchedulerSettings:
+        config = self._config
+        return SchedulerSettings(
+            steps=config.run.steps,
+            prompts_per_step=config.data.prompts_per_step,
+            max_staleness=config.run.max_staleness,
+            max_in_flight=max_in_flight,
+            filter_zero_variance=config.algorithm.filter_zero_variance,
+            on_filtered=config.algorithm.on_filtered,
+            group_deadline_s=config.rollout.group_deadline_s,
+            checkpoint_every=config.checkpoint.every,
+            eval_every=config.eval.every,
+        )
+
     # --- Steps and end ---------------------------------------------------------------------------------------------
 
     async def _drive(self, scheduler: Scheduler, plane: Coordinator, reporter: Reporter) -> None:

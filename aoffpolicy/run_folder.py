@@ -34,7 +34,7 @@ class RunFolder:
         self._lock = self._take_lock()
         if self.metrics_path.exists() and not self._resume:
             self._lock.close()
-            self.moved_to = self._move_aside()
+            self.moved_to: Path | None = self._move_aside()
             self.path.mkdir()
             self._lock = self._take_lock()
         else:

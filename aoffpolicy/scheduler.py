@@ -1,9 +1,9 @@
-"""The pipeline: generates the groups of later steps while one step trains. Follow a step from top to bottom.
+"""The pipeline: groups of later steps are generated while one step trains. Follow a step from top to bottom.
 
-    prompts -> dispatch -> Rollout.generate -> ledger of the step -> Trainer.train -> WeightSync.send -> load -> dispatch
+    prompts -> dispatch -> Rollout.generate -> ledger of the step -> Trainer.train -> WeightSync.send -> load
 
-`v_0` are the initial weights; step m trains `v_m` and makes `v_{m+1}`. One rule holds for every mode: a group for step m
-may start under version v only if m - v <= max_staleness. It is kept by pacing dispatch, not by discarding groups.
+`v_0` are the initial weights; step m trains `v_m` and makes `v_{m+1}`. One rule holds for every mode: a group for step
+m may start under version v only if m - v <= max_staleness. It is kept by pacing dispatch, not by discarding groups.
 While weights are swapped no generation is in flight: dispatching stops, running groups finish, then weights are sent.
 """
 
@@ -38,15 +38,17 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Drives a `Rollout`, a `Trainer` and a `WeightSync` through the steps; an async context manager that owns its tasks.
+    """Drives a `Rollout`, a `Trainer` and a `WeightSync` through the steps.
+
+    An async context manager that owns its tasks:
 
         async with Scheduler(rollout, trainer, weight_sync, prompts, settings) as scheduler:
             async for record in scheduler.run():
                 ...
 
-    Leaving the block early cancels everything; `interrupt` ends the run in good order. When anything fails, the block is
-    cancelled wherever it is and the first cause is raised from it. The rollouts are expected to hold version
-    `scheduler.version` (0, or the restored one) when the run begins.
+    Leaving the block early cancels everything; `interrupt` ends the run in good order. When anything fails, the block
+    is cancelled wherever it is and the first cause is raised from it. The rollouts are expected to hold the weights
+    of `scheduler.version` (0, or the restored one) when the run begins.
 
     Args:
         rollout: Generates groups.

@@ -35,7 +35,7 @@ class Grpo:
         centred_G = rewards_G - rewards_G.mean()
         if self._config.normalize_std:
             centred_G /= rewards_G.std() + STD_FLOOR
-        return centred_G.astype(np.float32)
+        return np.asarray(centred_G, dtype=np.float32)
 
     def loss(
         self,

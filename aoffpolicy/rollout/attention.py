@@ -69,7 +69,7 @@ def decode_attention(
     scores_SHRC = torch.matmul(query_SHRD, key_SHCD.transpose(2, 3)).masked_fill(~plan.seen_S11L, -torch.inf)
     scores = torch.cat([prompt_scores_SHRP, scores_SHRC], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights_SHRP, weights_SHRC = weights.split([plan.prompt_positions, plan.visible], dim=-1)
+    weights_SHRP, weights_SHRC = torch.split(weights, [plan.prompt_positions, plan.visible], dim=-1)
     from_prompt = _to_slots(torch.matmul(_to_groups(weights_SHRP, plan), prompt_values_NHPD), plan, heads)
     output_SHRD = from_prompt + torch.matmul(weights_SHRC, value_SHCD)
     return output_SHRD.reshape(slots, -1, output_SHRD.shape[-1])

@@ -33,7 +33,7 @@ class CausalLM:
         path: Hugging Face model folder.
         dtype: Of weights and cache.
         device: Where they live.
-        shape: Sizes of the key/value cache.
+        shape: Sizes of the key/value cache; taken down to the context that the model was built for.
 
     Raises:
         EngineError: The model keeps another state than the keys and values of full attention.
@@ -44,17 +44,20 @@ class CausalLM:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=ATTENTION
         )
-        self.model.eval().requires_grad_(False).to(device)
+        self.model.train(False).requires_grad_(False).to(device)
         config = self.model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
-        self.shape = shape.within(getattr(config, "max_position_embeddings", None))
-        if fault := unsupported(config, self.shape.context_length):
+        wanted = shape.prompt_length + shape.slot_length
+        self.context_length = min(wanted, getattr(config, "max_position_embeddings", wanted))
+        self.shape = shape.within(self.context_length)
+        if fault := unsupported(config, self.context_length):
             raise EngineError(f"{path}: the torch engine cannot run this model: {fault}; use another rollout.engine")
         self.cache = SlotCache(config.num_hidden_layers, self.shape)
         parameters = inspect.signature(self.model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5.24
         self._last_N: torch.Tensor | None = None
-        self.model.get_output_embeddings().register_forward_pre_hook(self._keep_last)
+        output_layer: torch.nn.Module = self.model.get_output_embeddings()
+        output_layer.register_forward_pre_hook(self._keep_last)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -156,14 +159,12 @@ class CausalLM:
         Raises:
             EngineError: They differ, so this model cannot be run over the cache.
         """
-        shape = self.shape
-        split = min(PROBE_TOKENS // 2, shape.prompt_length)
-        tokens = np.random.default_rng(0).integers(
-            0, self.vocab_size, split + min(PROBE_TOKENS // 2, shape.slot_length - 1)
-        )
+        count = min(PROBE_TOKENS, self.context_length)
+        split = count // 2
+        tokens = np.random.default_rng(0).integers(0, self.vocab_size, count)
         plain_LV = self.model(self._on_device(tokens)[None], use_cache=False).logits[0].float().log_softmax(-1)
         logits = [self.prefill([tokens[:split]], [2])]
-        logits += [self.decode(tokens[[at, at]])[-1:] for at in range(split, len(tokens))]
+        logits += [self.decode(tokens[[at, at]])[-1:] for at in range(split, count)]
         self.cache.clear()
         worst = (torch.cat(logits).float().log_softmax(-1) - plain_LV[split - 1 :]).abs().max().item()
         worst /= plain_LV.std().item()

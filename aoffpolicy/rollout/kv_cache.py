@@ -9,9 +9,8 @@ D head dimension.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,15 +32,11 @@ class CacheShape:
     """Completions at once, of all prompts together."""
     slot_length: int
     """Tokens of a completion at most."""
-    context_length: int
-    """Tokens of a prompt and its completion together at most."""
 
-    @classmethod
-    def within(cls, context_length: int | None, *, prompts: int, prompt_length: int, slots: int, slot_length: int) -> Self:
-        """Taken down to a model's context; a prompt leaves room for one more token, and a completion for its prompt."""
-        context_length = min(context_length or sys.maxsize, prompt_length + slot_length)
+    def within(self, context_length: int) -> CacheShape:
+        """Taken down to this many tokens of prompt and completion together; neither can have all of them."""
         longest = context_length - 1
-        return cls(prompts, min(prompt_length, longest), slots, min(slot_length, longest), context_length)
+        return CacheShape(self.prompts, min(self.prompt_length, longest), self.slots, min(self.slot_length, longest))
 
 
 class Region:

@@ -14,13 +14,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Self
+from typing import Self, cast
 
 import torch
 from transformers import AutoTokenizer
 
 from aoffpolicy.config import Config
-from aoffpolicy.devices import synchronize
+from aoffpolicy.devices import DeviceKind, synchronize, torch_device
 from aoffpolicy.errors import DataError, EngineError
 from aoffpolicy.rollout.batch import ContinuousBatch, Group
 from aoffpolicy.rollout.causal_lm import CausalLM
@@ -124,7 +124,7 @@ class TorchEngine:
 
     @property
     def context_length(self) -> int:
-        return self._model.shape.context_length
+        return self._model.context_length
 
     @property
     def active_sequences(self) -> int:
@@ -156,13 +156,13 @@ class TorchEngine:
         if not 0 < len(ids) <= shape.prompt_length:
             raise DataError(
                 f"prompt {prompt.uid} has {len(ids)} tokens; the engine takes 1 to {shape.prompt_length}, "
-                f"in a context of {shape.context_length}"
+                f"in a context of {self.context_length}"
             )
         if ids.min() < 0 or ids.max() >= self._model.vocab_size:
             raise DataError(f"prompt {prompt.uid} holds a token outside the vocabulary of {self._model.vocab_size}")
         if not 0 < sampling.n <= shape.slots or sampling.max_tokens < 1 or not sampling.temperature >= 0:
             raise EngineError(f"prompt {prompt.uid}: cannot serve {sampling} in {shape.slots} slots")
-        return min(sampling.max_tokens, shape.slot_length)
+        return min(sampling.max_tokens, shape.slot_length, self.context_length - len(ids))
 
     def load_weights(self, tensors: Iterable[Named]) -> Collection[str]:
         """Replace all weights and forget the key/value cache; blocks. After an error it must be repeated.
@@ -208,6 +208,7 @@ class TorchEngine:
 
     def _run(self) -> None:
         try:
+            torch_device(cast(DeviceKind, self._device.type), self._device.index or 0)  # current in this thread too
             while self._take_requests():
                 self._drop_cancelled()
                 for group in self._batch.step():
@@ -223,7 +224,8 @@ class TorchEngine:
             request = self._queue.get()
             if request is None:
                 return False
-            self._batch.add(request.group)
+            if request.group in self._requests:  # and not let go of since, as cancelled groups are
+                self._batch.add(request.group)
         return True
 
     def _drop_cancelled(self) -> None:

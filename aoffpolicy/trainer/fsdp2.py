@@ -65,7 +65,7 @@ class Fsdp2:
         model.config.use_cache = False
         if self._config.trainer.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        policy = LogprobModel(model.to(self._device), self._config.trainer.logprob_chunk).train()
+        policy = LogprobModel(model, self._config.trainer.logprob_chunk).to(self._device).train()
         mesh = init_device_mesh(self._device.type, (self._ranks,), mesh_dim_names=("data",))
         keep_whole = self._ranks == 1  # there is nothing to free between forward and backward
         for layer in _decoder_layers(model):

@@ -72,11 +72,11 @@ class WorkerEvent(Event, tag="worker"):
 
     role: str
     rank: int
+    state: str
+    """"starting", "ready", "busy", "stopped", "lost"."""
     host: str = ""
     pid: int = 0
     device: str = ""
-    state: str
-    """"starting", "ready", "busy", "stopped", "lost"."""
     detail: str = ""
     """For instance its last progress line."""
 
