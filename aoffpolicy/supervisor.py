@@ -18,6 +18,7 @@ import anyio.abc
 
 from aoffpolicy.child import Bootstrap
 from aoffpolicy.errors import ProcessDiedError
+from aoffpolicy.transport.tasks import background_tasks
 
 logger = logging.getLogger(__name__)
 MODULES = {
@@ -61,7 +62,7 @@ class Supervisor:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
+        self._tasks = await self._stack.enter_async_context(background_tasks())
         return self
 
     async def __aexit__(
@@ -69,7 +70,6 @@ class Supervisor:
     ) -> bool | None:
         with anyio.CancelScope(shield=True):
             await self._end_all()
-        self._tasks.cancel_scope.cancel()
         return await self._stack.__aexit__(kind, error, trace)
 
     async def spawn(self, bootstrap: Bootstrap) -> Child:

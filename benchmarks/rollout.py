@@ -60,15 +60,14 @@ def make_prompts(path: Path, count: int) -> tuple[Prompt, ...]:
 
 
 def build_engine(path: Path, job: Job) -> TorchEngine:
-    engine = TorchEngine(
+    return TorchEngine(
         path,
         slots=job.sequences,
         group_size=job.group_size,
         prompt_length=max(len(prompt.token_ids_P) for prompt in job.prompts),
         completion_length=job.max_tokens,
+        ignore_eos=True,
     )
-    engine.ignore_stop_tokens()
-    return engine
 
 
 def run_engine(engine: TorchEngine, job: Job, temperature: float) -> np.ndarray:
@@ -109,7 +108,6 @@ def matmul_seconds(model: PreTrainedModel, job: Job) -> float:
     output_layer = model.get_output_embeddings()
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not output_layer]
     prompt_tokens = sum(len(prompt.token_ids_P) for prompt in job.prompts)
-    spent = 0.0
     inputs = {
         (rows, width): torch.randn(rows, width)
         for rows in (prompt_tokens, len(job.prompts), job.sequences)
@@ -119,14 +117,14 @@ def matmul_seconds(model: PreTrainedModel, job: Job) -> float:
     for layer in layers:
         layer(inputs[prompt_tokens, layer.in_features])
     output_layer(inputs[len(job.prompts), output_layer.in_features])
-    spent = time.perf_counter() - started
+    prefill_s = time.perf_counter() - started
     steps = []
     for _ in range(5):
         started = time.perf_counter()
         for layer in [*layers, output_layer]:
             layer(inputs[job.sequences, layer.in_features])
         steps.append(time.perf_counter() - started)
-    return spent + (job.max_tokens - 1) * statistics.median(steps)
+    return prefill_s + (job.max_tokens - 1) * statistics.median(steps)
 
 
 def seconds(work: Callable[[], object]) -> float:

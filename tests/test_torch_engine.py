@@ -261,14 +261,13 @@ async def test_groups_of_several_sizes_and_temperatures_go_together(
 async def test_a_group_is_returned_before_longer_ones_have_ended(
     folder: Path, build: Callable[..., TorchEngine]
 ) -> None:
-    engine = build(folder, stop_token_ids=())
+    engine = build(folder, ignore_eos=True)
     ended: list[int] = []
 
     async def one(uid: int, max_tokens: int) -> None:
         await engine.generate(prompt(uid), sampling(max_tokens=max_tokens, temperature=0.0))
         ended.append(max_tokens)
 
-    engine._batch._stop_token_ids = frozenset()
     async with anyio.create_task_group() as tasks:
         for uid, max_tokens in enumerate([40, 2, 20]):
             tasks.start_soon(one, uid, max_tokens)
@@ -281,10 +280,9 @@ def test_a_group_larger_than_the_slots_is_refused_at_start(folder: Path) -> None
 
 
 async def test_capacity_and_context_are_those_of_the_cache(folder: Path, build: Callable[..., TorchEngine]) -> None:
-    engine = build(folder, slots=16, group_size=4, prompt_length=200, completion_length=100)
+    engine = build(folder, slots=16, group_size=4, prompt_length=200, completion_length=100, ignore_eos=True)
     assert engine.capacity == 8
     assert engine.context_length == 256  # the model's max_position_embeddings
-    engine._batch._stop_token_ids = frozenset()
     group = await engine.generate(prompt(0, length=200), sampling(max_tokens=100))
     assert group.samples[0].finish_reason == "length"
     assert len(group.samples[0].token_ids_T) == 256
@@ -308,6 +306,24 @@ async def test_cancelling_a_group_frees_its_slots_for_those_that_wait(
     with anyio.fail_after(20):
         group = await engine.generate(prompt(2), sampling(n=4))
     assert len(group.samples) == 4
+
+
+async def test_groups_cancelled_at_any_moment_leave_the_engine_whole(
+    folder: Path, build: Callable[..., TorchEngine]
+) -> None:
+    engine = build(folder, slots=8)
+    expected = tokens_of(await engine.generate(prompt(0), sampling(n=3)))
+    rng = np.random.default_rng(0)
+    for round_ in range(30):
+        async with anyio.create_task_group() as tasks:
+            for uid in range(5):
+                tasks.start_soon(engine.generate, prompt(uid), sampling(n=3, max_tokens=40))
+            await anyio.sleep(float(rng.uniform(0, 0.02)) if round_ % 3 else 0)
+            tasks.cancel_scope.cancel()
+    with anyio.fail_after(20):
+        assert tokens_of(await engine.generate(prompt(0), sampling(n=3))) == expected
+    await until(lambda: not engine._requests)
+    assert engine.active_sequences == 0
 
 
 async def test_the_event_loop_stays_free_while_tokens_are_generated(

@@ -53,6 +53,7 @@ class TorchEngine:
         prompt_length: Tokens of a prompt at most.
         completion_length: Tokens of a completion at most; both are taken down to what the model was built for.
         stop_token_ids: End a completion, besides those of the model's generation config.
+        ignore_eos: Only the stop tokens given and the length end a completion.
         deterministic: Run one group at a time: slower, but log-probabilities then repeat bit for bit, whatever the
             order and timing of the requests. Without it they repeat up to rounding, as do the tokens.
 
@@ -71,6 +72,7 @@ class TorchEngine:
         prompt_length: int = 1024,
         completion_length: int = 1024,
         stop_token_ids: Collection[int] = (),
+        ignore_eos: bool = False,
         deterministic: bool = False,
     ) -> None:
         if group_size > slots:
@@ -80,7 +82,7 @@ class TorchEngine:
         shape = CacheShape(2 * (slots // group_size), prompt_length, slots, completion_length)
         self._model = CausalLM(path, dtype, self._device, shape)
         self._model.probe()
-        stops = self._model.eos_token_ids.union(stop_token_ids)
+        stops = frozenset(stop_token_ids) | (frozenset() if ignore_eos else self._model.eos_token_ids)
         self._batch = ContinuousBatch(self._model, stops, one_group=deterministic)
         self.version = 0
         self._queue: SimpleQueue[_Request | None] = SimpleQueue()
