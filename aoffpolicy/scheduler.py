@@ -10,27 +10,27 @@ While weights are swapped no generation is in flight: dispatching stops, running
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-from aoffpolicy.errors import SchedulerError, first_cause
+from aoffpolicy.errors import RoleError, SchedulerError, first_cause
 from aoffpolicy.protocols import GroupRequest, Prompts, Rollout, Trainer, WeightSync
-from aoffpolicy.records import PhaseEvent, PhaseName, StepRecord
+from aoffpolicy.records import PhaseEvent, StepRecord
 from aoffpolicy.samples import Batch, Prompt
 from aoffpolicy.scheduling.attempts import GroupAttempts
 from aoffpolicy.scheduling.calls import call_role
+from aoffpolicy.scheduling.change import Change
 from aoffpolicy.scheduling.evaluating import Evaluating
 from aoffpolicy.scheduling.ledger import StepLedger
-from aoffpolicy.scheduling.meter import Meter
+from aoffpolicy.scheduling.phases import Phases
 from aoffpolicy.scheduling.record_queue import RecordQueue
 from aoffpolicy.scheduling.settings import SchedulerSettings
 from aoffpolicy.scheduling.state import SchedulerState
-from aoffpolicy.scheduling.window import Window
+from aoffpolicy.scheduling.windows import Windows
 
 __all__ = ["Scheduler", "SchedulerSettings"]
 
@@ -83,7 +83,6 @@ class Scheduler:
         self._prompts = prompts
         self._settings = settings
         self._eval_prompts = eval_prompts or ()
-        self._observer = observer
         self._attempts = GroupAttempts(rollout, settings)
 
         state = SchedulerState.unpack(state) if isinstance(state, bytes) else state or SchedulerState(0, 0, 0)
@@ -99,14 +98,16 @@ class Scheduler:
         self._loaded = self._version  # of the rollouts' weights
         self._in_flight = 0  # groups being generated, evaluation included
         self._training = False
+        self._saving = False
         self._draining = False  # a new version waits for the rollouts to become idle
         self._swapping = False  # weights are on their way: no generation
         self._data_ended = False
         self._interrupted = False
         self._evaluation: Evaluating | None = None
+        self._evaluated = -1  # newest version evaluated
 
-        self._meter = Meter()
-        self._window: Window | None = None
+        self._change = Change()
+        self._phases = Phases(observer)
         self._records = RecordQueue()
         self._saved = self._step  # of the newest checkpoint
         self._started = False
@@ -128,7 +129,6 @@ class Scheduler:
         return self._interrupted
 
     async def __aenter__(self) -> Self:
-        self._change = anyio.Event()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         return self
@@ -168,7 +168,7 @@ class Scheduler:
         """End soon and in good order: a training step in progress completes, a checkpoint is saved, `run` ends."""
         self._interrupted = True
         if self._started:
-            self._notify()
+            self._change.notify()
 
     def state(self) -> SchedulerState:
         """Where the run stands now, also after it has failed: all that `Scheduler(state=...)` needs to go on."""
@@ -182,32 +182,30 @@ class Scheduler:
     # --- The run ---------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        self._run_began = anyio.current_time()
+        self._windows = Windows(self._phases, self._settings.max_staleness)
         async with anyio.create_task_group() as self._groups:
             self._groups.start_soon(self._dispatch, name="dispatch")
             if self._settings.eval_initial and self._step == 0:
                 self._evaluate(self._version, made_by=-1)
             await self._train_steps()
-            await self._until(lambda: not self._swapping)  # no rollout is left with half of its weights
+            await self._change.until(lambda: not self._swapping)  # no rollout is left with half of its weights
             if not self._interrupted:
                 await self._evaluate_final()
             self._groups.cancel_scope.cancel()
         if self._interrupted or (self._settings.checkpoint_every and self._saved != self._step):
             await self._save()
-        self._close_window(None)
+        self._records.put(self._windows.close())
         self._records.end()
 
     async def _train_steps(self) -> None:
         """The trainer's line: one step after the other, while groups are generated beside it."""
         while (ledger := await self._next_batch()) is not None:
-            self._close_window(ledger)
-            self._open_window(ledger)
+            self._records.put(self._windows.open(ledger, self._version))
             if ledger.finished:
                 await self._train(ledger)
                 await self._swap_weights(made_by=ledger.step)
             else:
-                logger.warning("step %d is skipped: every group was dropped: %s", ledger.step, dict(ledger.dropped))
-                self._leave_behind(ledger)
+                self._skip(ledger)
             if self._checkpoint_due() and not self._interrupted:
                 await self._save()
 
@@ -216,7 +214,7 @@ class Scheduler:
         if self._step >= self._settings.steps:
             return None
         ledger = self._ledger(self._step)
-        await self._until(lambda: self._interrupted or self._is_complete(ledger))
+        await self._change.until(lambda: self._interrupted or self._is_complete(ledger))
         if self._interrupted or not ledger.dispatched:
             return None
         self._end_of_generation(ledger)
@@ -229,7 +227,7 @@ class Scheduler:
         while True:
             ledger = self._ledger_to_fill()
             if not self._has_room():
-                await self._change.wait()
+                await self._change.next()
             elif ledger is not None:
                 self._dispatch_one(ledger)
                 await checkpoint()  # a thousand groups at once would hold up the event loop
@@ -239,7 +237,7 @@ class Scheduler:
                 self._groups.start_soon(self._generate_to_evaluate, self._evaluation, prompt)
                 await checkpoint()
             else:
-                await self._change.wait()
+                await self._change.next()
 
     def _has_room(self) -> bool:
         return self._settings.max_in_flight is None or self._in_flight < self._settings.max_in_flight
@@ -249,8 +247,9 @@ class Scheduler:
         if self._swapping:
             return None
         first = self._step + self._training
-        # New weights wait: only the step that they wait for goes on under the old ones, nothing further ahead.
-        end = first + (1 if self._draining else self._settings.batches_ahead)
+        end = self._step + self._settings.batches_ahead + (self._training or self._saving)
+        if self._draining:  # only the step that the trainer waits for goes on under the old weights
+            end = first + 1
         for step in range(first, min(end, self._settings.steps)):
             if self._loaded < self._oldest_allowed(step):
                 return None
@@ -269,10 +268,12 @@ class Scheduler:
         try:
             prompt = self._prompts[uid]
         except IndexError:
+            if uid == 0:
+                raise SchedulerError("there are no prompts: prompts[0] raises IndexError") from None
             if not fresh:
                 raise SchedulerError(f"the state to resume from needs prompt {uid}, but the data ends before") from None
             self._data_ended = True
-            self._notify()
+            self._change.notify()
             return
         if prompt.uid != uid:
             raise SchedulerError(f"prompts[{uid}] has uid {prompt.uid}; a prompt's uid is its position")
@@ -281,7 +282,7 @@ class Scheduler:
         else:
             ledger.again.popleft()
         if ledger.first_dispatch is None:
-            self._observe("generate", ledger.step, self._loaded, "begin")
+            self._phases.tell("generate", ledger.step, self._loaded, "begin", anyio.current_time())
         ledger.dispatch(uid, anyio.current_time(), fresh=fresh)
         self._in_flight += 1
         self._groups.start_soon(self._generate_to_train, ledger, prompt)
@@ -295,13 +296,13 @@ class Scheduler:
 
     async def _generate_to_train(self, ledger: StepLedger, prompt: Prompt) -> None:
         request = GroupRequest(prompt, ledger.step, self._loaded)
-        with self._meter("rollout", "generate"):
+        with self._phases.busy("rollout", "generate"):
             outcome = await self._attempts.group(request, self._oldest_allowed(ledger.step))
         ledger.settle(prompt.uid, outcome, anyio.current_time())
         self._in_flight -= 1
         if self._is_complete(ledger):
             self._end_of_generation(ledger)
-        self._notify()
+        self._change.notify()
 
     def _is_complete(self, ledger: StepLedger) -> bool:
         return not ledger.unfinished and (ledger.missing <= 0 or self._data_ended)
@@ -309,15 +310,15 @@ class Scheduler:
     def _end_of_generation(self, ledger: StepLedger) -> None:
         if ledger.last_scored is not None and not ledger.reported:
             ledger.reported = True
-            self._observe("generate", ledger.step, self._loaded, "end", ledger.last_scored, ledger.generate_s)
+            self._phases.tell("generate", ledger.step, self._loaded, "end", ledger.last_scored, ledger.generate_s)
 
     # --- 3. Train --------------------------------------------------------------------------------------------------
 
     async def _train(self, ledger: StepLedger) -> None:
         batch = Batch(ledger.step, self._version, ledger.groups)
         self._training = True
-        self._notify()
-        with self._phase("train", ledger.step, self._version):
+        self._change.notify()
+        with self._phases("train", ledger.step, self._version):
             metrics = await call_role(
                 "trainer",
                 f"trainer.train of step {ledger.step}",
@@ -325,32 +326,39 @@ class Scheduler:
                 self._settings.train_deadline_s,
                 "train_deadline_s",
             )
-        assert self._window is not None
-        self._window.metrics = metrics
+        self._windows.metrics = metrics
         self._training = False
         self._version += 1
         self._leave_behind(ledger)
         if self._evaluation_due(self._version):
             self._records.hold(ledger.step)
 
+    def _skip(self, ledger: StepLedger) -> None:
+        """Nothing to train: the version stays, and there is nothing to send."""
+        dropped = ", ".join(f"{count} {reason}" for reason, count in ledger.dropped.items())
+        if not ledger.dropped["filtered"]:  # going on would burn through the data and train nothing
+            raise RoleError("rollout", 0, f"no group of step {ledger.step} could be generated: {dropped}")
+        logger.warning("step %d is skipped: every group was dropped: %s", ledger.step, dropped)
+        self._leave_behind(ledger)
+
     def _leave_behind(self, ledger: StepLedger) -> None:
         """The step is over: the frontier moves on."""
         del self._ledgers[ledger.step]
         self._step += 1
-        self._notify()
+        self._change.notify()
 
     # --- 4. Swap weights: no generation from before `send` until after `load` --------------------------------------
 
     async def _swap_weights(self, made_by: int) -> None:
         """Send the new weights once the rollouts are idle; loading goes on beside the next training step."""
         self._draining = True
-        self._notify()
-        await self._until(lambda: self._interrupted or self._rollouts_idle())
+        self._change.notify()
+        await self._change.until(lambda: self._interrupted or self._rollouts_idle())
         self._draining = False
         if self._interrupted:
             return
         self._swapping = True
-        with self._phase("send", made_by, self._version):
+        with self._phases("send", made_by, self._version):
             await self._call_sync("trainer", "send", self._version)
         self._groups.start_soon(self._load, self._version, made_by)
 
@@ -360,13 +368,13 @@ class Scheduler:
         return not (self._swapping or self._in_flight or evaluating or self._ledger_to_fill() is not None)
 
     async def _load(self, version: int, made_by: int) -> None:
-        with self._phase("load", made_by, version):
+        with self._phases("load", made_by, version):
             await self._call_sync("rollout", "load", version)
         self._loaded = version
         self._swapping = False
         if self._evaluation_due(version):
             self._evaluate(version, made_by)
-        self._notify()
+        self._change.notify()
 
     async def _call_sync(self, role: str, method: str, version: int) -> None:
         call = self._weight_sync.send(version) if method == "send" else self._weight_sync.load(version)
@@ -380,36 +388,40 @@ class Scheduler:
 
     def _evaluate(self, version: int, made_by: int) -> None:
         """Have the held-out set generated under exactly this version: no other is sent before it is done."""
-        self._evaluation = Evaluating(version, made_by, self._eval_prompts, anyio.current_time())
-        self._observe("eval", made_by, version, "begin")
-        self._notify()
+        now = anyio.current_time()
+        self._evaluation = Evaluating(version, made_by, self._eval_prompts, now)
+        self._evaluated = version
+        self._phases.tell("eval", made_by, version, "begin", now)
+        self._change.notify()
 
     async def _generate_to_evaluate(self, evaluation: Evaluating, prompt: Prompt) -> None:
         request = GroupRequest(prompt, evaluation.made_by, evaluation.version, purpose="eval")
-        with self._meter("rollout"):
+        with self._phases.busy("rollout"):
             outcome = await self._attempts.group(request, evaluation.version)
         self._in_flight -= 1
         evaluation.settle(outcome)
         if evaluation.complete:
-            result = evaluation.result(anyio.current_time())
+            now = anyio.current_time()
+            result = evaluation.result(now)
             self._evaluation = None
-            self._observe("eval", evaluation.made_by, evaluation.version, "end", seconds=result.time)
+            self._phases.tell("eval", evaluation.made_by, evaluation.version, "end", now, result.time)
             self._records.evaluated(evaluation.made_by, result)
-        self._notify()
+        self._change.notify()
 
     async def _evaluate_final(self) -> None:
-        """Evaluate the weights that the run ends with, unless their number made it due anyway."""
-        due = self._settings.eval_every and self._window is not None
-        if due and not self._evaluation_due(self._version):
+        """Evaluate the weights that the run ends with, whatever their number."""
+        if self._settings.eval_every and self._windows.is_open and self._evaluated != self._version:
             self._evaluate(self._version, made_by=self._step - 1)
-        await self._until(lambda: self._interrupted or self._evaluation is None)
+        await self._change.until(lambda: self._interrupted or self._evaluation is None)
 
     def _checkpoint_due(self) -> bool:
         every = self._settings.checkpoint_every
         return every > 0 and (self._step % every == 0 or self._step == self._settings.steps)
 
     async def _save(self) -> None:
-        with self._phase("checkpoint", self._step, self._version):
+        self._saving = True
+        self._change.notify()
+        with self._phases("checkpoint", self._step, self._version):
             packed = await anyio.to_thread.run_sync(self.state().pack)
             await call_role(
                 "trainer",
@@ -419,45 +431,4 @@ class Scheduler:
                 "save_deadline_s",
             )
         self._saved = self._step
-
-    def _open_window(self, ledger: StepLedger) -> None:
-        now = anyio.current_time()
-        fill_s = now - self._run_began if self._window is None else 0.0
-        self._window = Window(ledger, self._version, now, self._meter.read(), fill_s)
-
-    def _close_window(self, following: StepLedger | None) -> None:
-        if self._window is not None:
-            now, busy = anyio.current_time(), self._meter.read()
-            self._records.put(self._window.close(now, busy, following, self._settings.max_staleness))
-
-    # --- Waiting and telling ---------------------------------------------------------------------------------------
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await self._change.wait()
-
-    def _notify(self) -> None:
-        """Something changed that somebody may wait for."""
-        self._change.set()
-        self._change = anyio.Event()
-
-    @contextmanager
-    def _phase(self, name: PhaseName, step: int, version: int) -> Iterator[None]:
-        began = anyio.current_time()
-        self._observe(name, step, version, "begin")
-        with self._meter(name):
-            yield
-        self._observe(name, step, version, "end", seconds=anyio.current_time() - began)
-
-    def _observe(
-        self,
-        name: PhaseName,
-        step: int,
-        version: int,
-        state: Literal["begin", "end"],
-        time: float | None = None,
-        seconds: float = 0.0,
-    ) -> None:
-        if self._observer is not None:
-            now = anyio.current_time() if time is None else time
-            self._observer(PhaseEvent(name, step, version, state, now, seconds))
+        self._saving = False

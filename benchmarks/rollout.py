@@ -95,7 +95,6 @@ def run_generate(model: PreTrainedModel, job: Job, temperature: float) -> np.nda
         ids,
         attention_mask=mask,
         max_new_tokens=job.max_tokens,
-        min_new_tokens=job.max_tokens,
         pad_token_id=0,
         **choice,
     )
@@ -148,6 +147,7 @@ def main() -> None:
     job = Job(make_prompts(arguments.model, arguments.prompts), arguments.group_size, arguments.max_tokens)
     engine = build_engine(arguments.model, job)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
     agree = float((run_engine(engine, job, 0.0) == run_generate(model, job, 0.0)).mean())
 
     engine_s, generate_s, limit_s = [], [], []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -42,15 +42,19 @@ class _VirtualSelector(selectors.SelectSelector):
 
     now = 0.0
     limiter: anyio.CapacityLimiter | None = None
+    at_every_turn: Callable[[], bool] | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if self.limiter is not None and self.limiter.borrowed_tokens:
-            return super().select(None)
+        if self.at_every_turn is not None and self.at_every_turn():
+            return super().select(0)
         ready = super().select(0)
-        if not ready and timeout is None:
+        if ready or timeout == 0:
+            return ready
+        if self.limiter is not None and self.limiter.borrowed_tokens:
+            return super().select(10)
+        if timeout is None:
             raise RuntimeError("deadlock: every task waits, and no timer is set")
-        if not ready and timeout:
-            self.now += timeout
+        self.now += timeout
         return ready
 
 
@@ -63,6 +67,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual.now
+
+    def at_every_turn(self, call: Callable[[], bool] | None) -> None:
+        """Have something called between the turns of the loop, when every task waits somewhere.
+
+        It says whether it did anything: then no time passes in this turn.
+        """
+        self._virtual.at_every_turn = call
 
     def wait_for_threads_of(self, limiter: anyio.CapacityLimiter) -> None:
         self._virtual.limiter = limiter
@@ -130,7 +141,7 @@ class World:
     training: bool = False
     staleness: list[int] = field(default_factory=list)
     """Of every trained group."""
-    busy_s: Counter[str] = field(default_factory=Counter)
+    busy_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of each role, measured by itself."""
 
 
@@ -139,7 +150,11 @@ Duration = Callable[[str, int], float]
 
 
 def always(**seconds: float) -> Duration:
+    """The same for all calls of a name; 0 for the names left out."""
     return lambda call, _: seconds.get(call, 0.0)
+
+
+AT_ONCE = always()
 
 
 class SimulatedRoles:
@@ -156,7 +171,7 @@ class SimulatedRoles:
     def __init__(
         self,
         world: World,
-        duration: Duration = always(),
+        duration: Duration = AT_ONCE,
         *,
         drop: Callable[[int], bool] = lambda uid: False,
         rewards: Callable[[int], Sequence[float]] = lambda uid: (0.0, 1.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 
 from aoffpolicy.samples import SampleGroup
@@ -84,9 +85,13 @@ class StepLedger:
     @property
     def generate_s(self) -> float:
         """Seconds from the first dispatch to the last scored group."""
+        return self.generated_since(-math.inf)
+
+    def generated_since(self, time: float) -> float:
+        """The part of `generate_s` after a point in time."""
         if self.first_dispatch is None or self.last_scored is None:
             return 0.0
-        return self.last_scored - self.first_dispatch
+        return max(0.0, self.last_scored - max(self.first_dispatch, time))
 
     def dispatch(self, uid: int, now: float, *, fresh: bool) -> None:
         """A group is started: of a fresh prompt, or of one whose earlier group was lost with a restart."""

@@ -31,9 +31,10 @@ class RecordQueue(AsyncIterator[StepRecord]):
         self._held.discard(step)
         self._hand_out()
 
-    def put(self, record: StepRecord) -> None:
-        self._closed.append(record)
-        self._hand_out()
+    def put(self, record: StepRecord | None) -> None:
+        if record is not None:
+            self._closed.append(record)
+            self._hand_out()
 
     def end(self) -> None:
         """There are no more records, and evaluations that are missing will not come."""

@@ -74,6 +74,8 @@ class SchedulerSettings:
         for name in ("checkpoint_every", "eval_every"):
             if getattr(self, name) < 0:
                 yield f"{name} = {getattr(self, name)} is negative; 0 means never"
+        if self.eval_initial and not self.eval_every:
+            yield "eval_initial = True, but evaluation is off: set eval_every"
         if self.ahead is not None and self.ahead > max(self.max_staleness, 1):
             yield (
                 f"ahead = {self.ahead} cannot be had with max_staleness = {self.max_staleness}: the last of "

@@ -36,7 +36,7 @@ class Fsdp2:
         self._config = config
         self._device = device
         self._ranks = dist.get_world_size()
-        self._algorithm = algorithms.build(config.algorithm)
+        self.algorithm = algorithms.build(config.algorithm)
         self.policy = self._build()
         self._reference = self._build().requires_grad_(False) if config.algorithm.kl_coef else None
         self.optimizer = torch.optim.AdamW(
@@ -101,7 +101,7 @@ class Fsdp2:
             if self._reference is not None:
                 with torch.no_grad():
                     reference_N, _ = self._reference(batch, temperature)
-            loss_N, details = self._algorithm.loss(logprobs_N, batch.behaviour_N, batch.advantage_N, reference_N)
+            loss_N, details = self.algorithm.loss(logprobs_N, batch.behaviour_N, batch.advantage_N, reference_N)
             # FSDP averages gradients over the ranks; the sum over all tokens is wanted.
             (loss_N.sum() * (self._ranks / max(1, tokens))).backward()
             sums.add(batch, logprobs_N.detach(), entropy_N, loss_N.detach(), details)
