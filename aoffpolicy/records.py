@@ -155,7 +155,7 @@ def verdict(records: Sequence[StepRecord], rollout_workers: int | None = None) -
     trainer_idle = sum(r.time_wait_rollout for r in steady) / wall
     rollout_idle = sum(r.time_wait_trainer for r in steady) / wall
     swap = sum(r.time_sync + r.time_load for r in steady) / wall
-    if train + generate <= 1.0 and min(train, generate) > SMALL:
+    if train + generate + swap < 1.001 and min(train, generate) > SMALL:  # nothing ran beside anything else
         return (
             f"sequential: generating {generate:.0%}, training {train:.0%} of the step; "
             f"overlapping them (max_staleness 1) would save up to {min(train, generate):.0%}"

@@ -234,6 +234,7 @@ class Scheduler:
             elif self._evaluation is not None and self._evaluation.waiting and not self._swapping:
                 prompt = self._evaluation.waiting.popleft()
                 self._in_flight += 1
+                self._phases.begin("rollout")
                 self._groups.start_soon(self._generate_to_evaluate, self._evaluation, prompt)
                 await checkpoint()
             else:
@@ -285,6 +286,7 @@ class Scheduler:
             self._phases.tell("generate", ledger.step, self._loaded, "begin", anyio.current_time())
         ledger.dispatch(uid, anyio.current_time(), fresh=fresh)
         self._in_flight += 1
+        self._phases.begin("rollout", "generate")
         self._groups.start_soon(self._generate_to_train, ledger, prompt)
 
     def _ledger(self, step: int) -> StepLedger:
@@ -296,8 +298,8 @@ class Scheduler:
 
     async def _generate_to_train(self, ledger: StepLedger, prompt: Prompt) -> None:
         request = GroupRequest(prompt, ledger.step, self._loaded)
-        with self._phases.busy("rollout", "generate"):
-            outcome = await self._attempts.group(request, self._oldest_allowed(ledger.step))
+        outcome = await self._attempts.group(request, self._oldest_allowed(ledger.step))
+        self._phases.end("rollout", "generate")
         ledger.settle(prompt.uid, outcome, anyio.current_time())
         self._in_flight -= 1
         if self._is_complete(ledger):
@@ -396,8 +398,8 @@ class Scheduler:
 
     async def _generate_to_evaluate(self, evaluation: Evaluating, prompt: Prompt) -> None:
         request = GroupRequest(prompt, evaluation.made_by, evaluation.version, purpose="eval")
-        with self._phases.busy("rollout"):
-            outcome = await self._attempts.group(request, evaluation.version)
+        outcome = await self._attempts.group(request, evaluation.version)
+        self._phases.end("rollout")
         self._in_flight -= 1
         evaluation.settle(outcome)
         if evaluation.complete:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -121,7 +122,7 @@ def test_an_exception_at_any_await_of_a_role_ends_the_run_at_once_with_that_exce
     assert total > 50
     for number in range(1, total + 1):
         world, fault = World(), FaultAt(number, raise_it)
-        ended, scheduler, seconds = run_virtually(lambda f=fault, w=world: run_with(f, w, staleness))
+        ended, scheduler, seconds = run_virtually(partial(run_with, fault, world, staleness))
         assert type(ended) is Injected, fault.struck
         assert seconds == 0, fault.struck
         assert not +world.generating
@@ -133,7 +134,7 @@ def test_an_exception_at_any_await_of_a_role_ends_the_run_at_once_with_that_exce
 def test_a_role_that_cancels_itself_ends_the_run_with_an_error_and_not_in_silence(staleness: int) -> None:
     for number in range(1, awaits(staleness) + 1):
         world, fault = World(), FaultAt(number, cancel_itself)
-        ended, scheduler, seconds = run_virtually(lambda f=fault, w=world: run_with(f, w, staleness))
+        ended, scheduler, seconds = run_virtually(partial(run_with, fault, world, staleness))
         assert isinstance(ended, RoleError) and "cancelled from within" in str(ended), fault.struck
         assert seconds == 0, fault.struck
         assert_goes_on(world, scheduler.state(), staleness)
@@ -143,7 +144,7 @@ def test_a_role_that_cancels_itself_ends_the_run_with_an_error_and_not_in_silenc
 def test_a_hang_at_any_await_of_a_role_ends_at_its_deadline(staleness: int) -> None:
     for number in range(1, awaits(staleness) + 1):
         world, fault = World(), FaultAt(number, hang)
-        ended, scheduler, seconds = run_virtually(lambda f=fault, w=world: run_with(f, w, staleness))
+        ended, scheduler, seconds = run_virtually(partial(run_with, fault, world, staleness))
         assert fault.struck is not None
         if fault.struck.startswith("generate"):  # another attempt, and the run goes on
             assert ended is None and world.trained == WHOLE
@@ -335,7 +336,7 @@ def test_the_own_history_of_an_exception_is_kept() -> None:
         try:
             raise KeyError("before")
         except KeyError:
-            raise Injected  # noqa: B904: an implicit context is what is looked at
+            raise Injected  # noqa: B904
 
     ended = run_virtually(lambda: end_of(SimulatedRoles(World(), DURATION, hook=FaultAt(3, strike))))
     assert type(ended) is Injected and isinstance(ended.__context__, KeyError)

@@ -271,9 +271,7 @@ def go_on(case: Case, world: World, state: SchedulerState) -> list[int]:
     world.staleness.clear()
     evaluation = prompts(3) if case.settings.eval_every else None
     result = run_virtually(
-        lambda: drive(
-            case.roles(world), case.settings, prompts(case.rows), state=state.pack(), eval_prompts=evaluation
-        )
+        lambda: drive(case.roles(world), case.settings, prompts(case.rows), state=state.pack(), eval_prompts=evaluation)
     )
     assert world.trained == slices(case, range(case.rows))
     assert [record.step for record in result.records] == list(range(state.step, len(world.trained)))

@@ -122,7 +122,7 @@ class CausalLM:
         """Every weight in the model's own order; an output layer tied to the embedding is left out."""
         return specs_of(self.model.named_parameters())
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode, which would reach into whatever makes the tensors
     def load(self, tensors: Iterable[Named]) -> Collection[str]:
         """Copy tensors over the model's weights and forget every cached key and value.
 

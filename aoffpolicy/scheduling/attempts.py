@@ -10,7 +10,7 @@ import anyio
 from aoffpolicy.errors import SchedulerError
 from aoffpolicy.protocols import GroupDropped, GroupRequest, Rollout
 from aoffpolicy.samples import SampleGroup
-from aoffpolicy.scheduling.calls import call_role
+from aoffpolicy.scheduling.calls import CallDeadlineError, call_role
 from aoffpolicy.scheduling.groups import Dropped, DropReason, Finished, GroupStats, Outcome
 from aoffpolicy.scheduling.settings import SchedulerSettings
 
@@ -52,15 +52,14 @@ class GroupAttempts:
 
     async def _attempt(self, request: GroupRequest, oldest_allowed: int) -> Outcome:
         what = f"rollout.generate for prompt {request.prompt.uid} of step {request.step} ({request.purpose})"
-        group: SampleGroup | None = None
+        call = self._rollout.generate(request)
         try:
-            with anyio.move_on_after(self._settings.group_deadline_s):
-                group = await call_role("rollout", what, self._rollout.generate(request))
+            group = await call_role("rollout", what, call, self._settings.group_deadline_s, "group_deadline_s")
+        except CallDeadlineError:
+            return Dropped("timed_out", request.attempt)
         except GroupDropped as dropped:
             logger.warning("prompt %d is dropped: %s", request.prompt.uid, dropped.reason)
             return Dropped("error", request.attempt)
-        if group is None:
-            return Dropped("timed_out", request.attempt)
         async with self._desk:  # one group a turn of the event loop: thousands may arrive at once
             stats = GroupStats.of(group)
         refusal = self._refusal(request, group, stats, oldest_allowed)

@@ -29,27 +29,29 @@ class Phases:
         """A phase: an activity that the observer hears of."""
         began = anyio.current_time()
         self.tell(name, step, version, "begin", began)
-        with self.busy(name):
-            yield
-        now = anyio.current_time()
-        self.tell(name, step, version, "end", now, now - began)
-
-    @contextmanager
-    def busy(self, *names: str) -> Iterator[None]:
-        """Activities of these names."""
-        now = anyio.current_time()
-        for name in names:
-            if not self._running.get(name):
-                self._since[name] = now
-            self._running[name] = self._running.get(name, 0) + 1
+        self.begin(name)
         try:
             yield
         finally:
-            now = anyio.current_time()
-            for name in names:
-                self._running[name] -= 1
-                if not self._running[name]:
-                    self._totals[name] = self._totals.get(name, 0.0) + now - self._since[name]
+            self.end(name)
+        now = anyio.current_time()
+        self.tell(name, step, version, "end", now, now - began)
+
+    def begin(self, *names: str) -> None:
+        """An activity of these names begins."""
+        now = anyio.current_time()
+        for name in names:
+            running = self._running.get(name, 0)
+            self._running[name] = running + 1
+            if not running:
+                self._since[name] = now
+
+    def end(self, *names: str) -> None:
+        now = anyio.current_time()
+        for name in names:
+            self._running[name] -= 1
+            if not self._running[name]:
+                self._totals[name] = self._totals.get(name, 0.0) + now - self._since[name]
 
     def tell(
         self,

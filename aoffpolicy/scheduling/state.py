@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from aoffpolicy.errors import ProtocolError
 from aoffpolicy.samples import SampleGroup
 from aoffpolicy.transport.messages import pack, unpack
 
@@ -36,7 +38,15 @@ class SchedulerState:
     open_steps: tuple[OpenStep, ...] = ()
 
     def pack(self) -> bytes:
-        return pack(self)
+        """One byte string. Group by group: packing thousands in a thread leaves the event loop its turns."""
+        bare = replace(self, open_steps=tuple(replace(step, finished=()) for step in self.open_steps))
+        packed = io.BytesIO()
+        for part in (bare, [len(step.finished) for step in self.open_steps]):
+            _write(packed, pack(part))
+        for step in self.open_steps:
+            for group in step.finished:
+                _write(packed, pack(group))
+        return packed.getvalue()
 
     @classmethod
     def unpack(cls, data: bytes) -> SchedulerState:
@@ -45,7 +55,17 @@ class SchedulerState:
         Raises:
             ProtocolError: The bytes are not a packed state.
         """
-        return unpack(data, cls)
+        parts = _read(memoryview(data))
+        try:
+            bare = unpack(next(parts), cls)
+            counts = unpack(next(parts), list[int])
+            steps = tuple(
+                replace(step, finished=tuple(unpack(next(parts), SampleGroup) for _ in range(count)))
+                for step, count in zip(bare.open_steps, counts, strict=True)
+            )
+        except (StopIteration, RuntimeError, ValueError) as error:  # a StopIteration inside turns into a RuntimeError
+            raise ProtocolError("a packed scheduler state is cut short") from error
+        return replace(bare, open_steps=steps)
 
     def without_groups(self) -> SchedulerState:
         """The same with finished groups left out: smaller, and their prompts are generated again."""
@@ -63,3 +83,20 @@ class SchedulerState:
 def _all_pending(step: OpenStep) -> OpenStep:
     uids = (*step.pending, *(group.prompt.uid for group in step.finished))
     return replace(step, pending=tuple(sorted(uids)), finished=())
+
+
+def _write(file: io.BytesIO, part: bytes) -> None:
+    file.write(len(part).to_bytes(LENGTH_BYTES, "little"))
+    file.write(part)
+
+
+def _read(data: memoryview) -> Iterator[bytes]:
+    while data:
+        end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+        if end > len(data):
+            raise ProtocolError("a packed scheduler state is cut short, or is none")
+        yield bytes(data[LENGTH_BYTES:end])
+        data = data[end:]
+
+
+LENGTH_BYTES = 8

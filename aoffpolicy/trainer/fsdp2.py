@@ -129,10 +129,7 @@ class Fsdp2:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, sharded tensor) in the order of `export_weights`; a tied output layer is left out."""
-        model = self.policy.model
-        yield from model.named_parameters()
-        persistent = model.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+        yield from self.policy.model.named_parameters()
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, whole tensor), one after another; every rank must drive it to its end."""
