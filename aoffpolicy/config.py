@@ -207,11 +207,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+def describe(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """Every key of the config as (key, default, meaning)."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from keys(field.annotation, f"{prefix}{name}.")
+            yield from describe(field.annotation, f"{prefix}{name}.")
         else:
             default = "(required)" if field.is_required() else str(field.get_default(call_default_factory=True))
             yield prefix + name, default, field.description or ""
@@ -255,7 +255,7 @@ def _put(tree: dict[str, Any], key: str, text: str) -> str | None:
 def _explain(location: tuple[int | str, ...], message: str, kind: str) -> str:
     key = ".".join(map(str, location)) or "config"
     if kind == "extra_forbidden":
-        known = [name for name, _, _ in keys()]
+        known = [name for name, _, _ in describe()]
         close = difflib.get_close_matches(key, known, n=1)
         return f"{key}: no such key" + (f"; did you mean {close[0]}?" if close else "")
     return f"{key}: {message}"

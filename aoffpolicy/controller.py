@@ -21,6 +21,7 @@ from aoffpolicy.protocols import GroupDropped, GroupRequest
 from aoffpolicy.samples import Batch, SampleGroup
 from aoffpolicy.trainer.checkpoint import prune
 from aoffpolicy.transport.control import ControlServer, PeerId
+from aoffpolicy.transport.coordinator import Coordinator
 from aoffpolicy.transport.messages import (
     Generate,
     Generated,
@@ -33,14 +34,11 @@ from aoffpolicy.transport.messages import (
     Train,
     Trained,
 )
-from aoffpolicy.transport.coordinator import Coordinator
 
 logger = logging.getLogger(__name__)
 
 
-async def call_all(
-    server: ControlServer, requests: Mapping[PeerId, Message], timeout_s: float
-) -> dict[PeerId, Any]:
+async def call_all(server: ControlServer, requests: Mapping[PeerId, Message], timeout_s: float) -> dict[PeerId, Any]:
     """Ask several peers at once; the first failure cancels the other calls and is raised.
 
     Raises:

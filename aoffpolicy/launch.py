@@ -97,7 +97,7 @@ def _print_help() -> None:
     print("\n--dry-run        print the resolved config and the plan of processes, start nothing")
     print("--resume auto    go on from the newest checkpoint in the run's folder, if there is one")
     print("\nEvery key of the config, as --section.key VALUE or in the TOML file:\n")
-    rows = [(f"--{key}", default, meaning) for key, default, meaning in configuration.keys()]
+    rows = [(f"--{key}", default, meaning) for key, default, meaning in configuration.describe()]
     width = max(len(key) for key, _, _ in rows)
     for key, default, meaning in rows:
         print(f"{key:<{width}}  {meaning} [{default}]")

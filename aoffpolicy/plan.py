@@ -1,4 +1,4 @@
-"""Which process runs where: role, rank, device, CPU cores. Planning starts nothing and needs no torch on a CPU machine."""
+"""Which process runs where: role, rank, device, CPU cores. Planning starts nothing."""
 
 from __future__ import annotations
 

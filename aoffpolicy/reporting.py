@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from aoffpolicy.config import Config
 from aoffpolicy.console import StepPrinter
 from aoffpolicy.errors import RoleError
@@ -48,7 +50,8 @@ class Reporter:
         )
         self._timeline = Timeline()
         self._records: list[StepRecord] = []
-        self._devices: dict[PeerId, str] = {}
+        self._workers: dict[PeerId, events.WorkerEvent] = {}
+        """What was last said of each worker."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -61,7 +64,9 @@ class Reporter:
             run_id=self._run_id,
         )
         self._run("starting")
-        self._printer.say(f"run folder {self._folder.path}; watch it with: python -m aoffpolicy.status {self._folder.path}")
+        self._printer.say(
+            f"run folder {self._folder.path}; watch it with: python -m aoffpolicy.status {self._folder.path}"
+        )
         return self
 
     async def __aexit__(
@@ -73,25 +78,22 @@ class Reporter:
     # --- Workers ---------------------------------------------------------------------------------------------------
 
     def planned(self, process: PlannedProcess) -> None:
-        peer = PeerId(process.role, process.rank)
-        self._devices[peer] = process.device
-        self._worker(peer, "starting")
+        self._worker(PeerId(process.role, process.rank), device=process.device)
 
     def arrived(self, peer: PeerId, hello: Hello) -> None:
-        self._worker(peer, "starting", host=hello.host, pid=hello.pid)
+        self._worker(peer, host=hello.host, pid=hello.pid)
 
     def progress(self, peer: PeerId, text: str) -> None:
         self._printer.say(f"{peer}: {text}")
-        self._worker(peer, "busy", detail=text)
+        self._worker(peer, detail=text)
 
     def ready(self, peer: PeerId) -> None:
-        self._worker(peer, "ready")
+        self._worker(peer, state="ready")
 
-    def _worker(self, peer: PeerId, state: str, **fields: Any) -> None:
-        device = self._devices.get(peer, "")
-        self._publisher.publish(
-            events.WorkerEvent(role=peer.role, rank=peer.rank, device=device, state=state, **fields)
-        )
+    def _worker(self, peer: PeerId, **news: Any) -> None:
+        known = self._workers.get(peer) or events.WorkerEvent(role=peer.role, rank=peer.rank, state="starting")
+        self._workers[peer] = msgspec.structs.replace(known, **news)
+        self._publisher.publish(self._workers[peer])
 
     # --- Steps -----------------------------------------------------------------------------------------------------
 

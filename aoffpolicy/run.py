@@ -29,7 +29,6 @@ from aoffpolicy.supervisor import Supervisor
 from aoffpolicy.trainer.checkpoint import latest
 from aoffpolicy.transport.control import ControlServer, PeerId
 from aoffpolicy.transport.coordinator import Coordinator, GroupSettings
-from aoffpolicy.transport.events import StatusPublisher
 from aoffpolicy.transport.messages import Start, Started, Stop
 from aoffpolicy.transport.rendezvous import RendezvousStore
 from aoffpolicy.transport.security import KeyPair
@@ -101,7 +100,7 @@ class Run:
             keys=self._keys,
             heartbeat_timeout_s=self._config.control.heartbeat_timeout_s,
             on_progress=reporter.progress,
-            versions=package_versions(),
+            versions={"aoffpolicy": package_versions()["aoffpolicy"]},  # torch may differ between roles
         )
 
     async def _obey_signals(self, everything: anyio.CancelScope) -> None:
@@ -131,11 +130,14 @@ class Run:
     async def _train(
         self, server: ControlServer, store: RendezvousStore, supervisor: Supervisor, reporter: Reporter
     ) -> None:
-        peers = await self._start_processes(server, store, supervisor, reporter)
         tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self._config)
         prompts = await anyio.to_thread.run_sync(build_prompts, self._config, tokenizer)
         eval_prompts = await anyio.to_thread.run_sync(build_eval_prompts, self._config, tokenizer)
+        self._printer.say(f"{self._config.data.source}: {prompts.counts}")
+        peers = await self._start_processes(server, store, supervisor, reporter)
         started = await self._start_roles(server, peers)
+        for peer in peers:
+            reporter.ready(peer)
         trainers = [peer for peer in peers if peer.role == "trainer"]
         rollouts = {peer: started[peer].capacity for peer in peers if peer.role == "rollout"}
         rewards = {peer: started[peer].capacity for peer in peers if peer.role == "reward"}
@@ -239,7 +241,10 @@ class Run:
         self._folder.keep_metrics_before(scheduler.step)
         await plane.send(scheduler.version)
         await plane.load(scheduler.version)
-        self._printer.say(f"policy version {scheduler.version} is on every rollout worker; step {scheduler.step} is next")
+        self._printer.say(
+            f"policy version {scheduler.version} is on every rollout worker; step {scheduler.step} is next"
+        )
+        reporter.running()
         async with scheduler:
             self._scheduler = scheduler
             async for record in scheduler.run():

@@ -35,6 +35,8 @@ from aoffpolicy.scheduling.windows import Windows
 __all__ = ["Scheduler", "SchedulerSettings"]
 
 logger = logging.getLogger(__name__)
+DISPATCHED_A_TURN = 16
+"""Groups started in one turn of the event loop: thousands at once would hold it up."""
 
 
 class Scheduler:
@@ -225,20 +227,19 @@ class Scheduler:
     async def _dispatch(self) -> None:
         """Start groups in the order of the data as soon as they may; those to train on before those to evaluate."""
         while True:
-            ledger = self._ledger_to_fill()
+            ledger, evaluation = self._ledger_to_fill(), self._evaluation
             if not self._has_room():
                 await self._change.next()
             elif ledger is not None:
                 self._dispatch_one(ledger)
-                await checkpoint()  # a thousand groups at once would hold up the event loop
-            elif self._evaluation is not None and self._evaluation.waiting and not self._swapping:
-                prompt = self._evaluation.waiting.popleft()
+            elif evaluation is not None and evaluation.waiting and not self._swapping:
                 self._in_flight += 1
                 self._phases.begin("rollout")
-                self._groups.start_soon(self._generate_to_evaluate, self._evaluation, prompt)
-                await checkpoint()
+                self._groups.start_soon(self._generate_to_evaluate, evaluation, evaluation.waiting.popleft())
             else:
                 await self._change.next()
+            if self._in_flight % DISPATCHED_A_TURN == 0:
+                await checkpoint()
 
     def _has_room(self) -> bool:
         return self._settings.max_in_flight is None or self._in_flight < self._settings.max_in_flight

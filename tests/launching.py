@@ -34,9 +34,7 @@ class TinyRun:
 
     def run(self, *overrides: str) -> subprocess.CompletedProcess[str]:
         """Run to the end; the caller looks at the exit code."""
-        return subprocess.run(
-            self.command(*overrides), cwd=ROOT, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
-        )
+        return subprocess.run(self.command(*overrides), cwd=ROOT, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
 
     def start(self, *overrides: str) -> subprocess.Popen[str]:
         """Start in a process group of its own, as a shell does, and return at once."""
@@ -97,9 +95,7 @@ def children_of(pid: int) -> dict[str, int]:
 def descendants(pid: int) -> list[int]:
     """Pids of everything that `pid` started, directly or not, and that still hangs on it."""
     children = [
-        int(child)
-        for listing in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in listing.read_text().split()
+        int(child) for listing in Path(f"/proc/{pid}/task").glob("*/children") for child in listing.read_text().split()
     ]
     return [*children, *(below for child in children for below in descendants(child))]
 

@@ -109,7 +109,7 @@ def curve(request: pytest.FixtureRequest) -> bool:
 
 async def eventually(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(5):
-        while not condition():  # noqa: ASYNC110  # the condition has no event of its own
+        while not condition():  # the condition has no event of its own
             await anyio.sleep(0.01)
 
 

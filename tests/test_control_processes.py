@@ -113,3 +113,16 @@ async def test_a_worker_ends_when_its_controller_is_gone() -> None:
             process = workers.enter_context(worker(control.address.url, 0.5))
             await control.wait_for(PEER, 30)
         assert await exit_code(process, 10) == 1
+
+
+async def test_a_worker_that_was_suspended_does_not_take_its_controller_for_dead() -> None:
+    """As when a cluster suspends a whole job: the controller waits long here, the worker would give up after 0.6 s."""
+    async with server(30.0) as control:
+        with worker(control.address.url, 0.2) as process:
+            await control.wait_for(PEER, 30)
+            await control.call(PEER, Prepare(term=0), 5)
+            process.send_signal(signal.SIGSTOP)
+            await anyio.sleep(1.5)
+            process.send_signal(signal.SIGCONT)
+            await anyio.sleep(0.3)
+            assert (await control.call(PEER, Prepare(term=1), 5)).term == 1

@@ -17,10 +17,32 @@ from tests.launching import ROOT, TinyRun, assert_gone, children_of, descendants
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
-METRICS_KEYS = set(
-    "step policy_version skipped reward_mean reward_std staleness_max staleness_mean time_step time_generate time_train "
-    "time_sync time_load time_wait_rollout time_wait_trainer overlap_efficiency prompt_tokens completion_tokens loss "
-    "grad_norm kl_rollout_trainer logprob_abs_diff importance_ratio_mean clip_fraction truncated_fraction".split()
+METRICS_KEYS = {
+    "step",
+    "policy_version",
+    "skipped",
+    "reward_mean",
+    "reward_std",
+    "staleness_max",
+    "staleness_mean",
+    "time_step",
+    "time_generate",
+    "time_train",
+    "time_sync",
+    "time_load",
+    "time_wait_rollout",
+    "time_wait_trainer",
+    "overlap_efficiency",
+    "prompt_tokens",
+    "completion_tokens",
+    "loss",
+    "grad_norm",
+    "kl_rollout_trainer",
+    "logprob_abs_diff",
+    "importance_ratio_mean",
+    "clip_fraction",
+    "truncated_fraction",
+}
 )
 
 

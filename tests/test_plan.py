@@ -32,9 +32,7 @@ def test_asked_for_threads_are_given_and_wrap_around() -> None:
 
 def test_accelerators_go_to_trainer_ranks_first_then_to_engines() -> None:
     plan = make_plan(
-        config(
-            trainer={"ranks": 2, "device": "npu"}, rollout={"workers": 2, "tensor_parallel": 4, "device": "npu"}
-        ),
+        config(trainer={"ranks": 2, "device": "npu"}, rollout={"workers": 2, "tensor_parallel": 4, "device": "npu"}),
         cores=(0, 1),
     )
     assert [p.device for p in plan[:4]] == ["npu:0", "npu:1", "npu:2", "npu:6"]

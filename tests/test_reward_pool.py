@@ -46,7 +46,7 @@ def alive(pid: int) -> bool:
 
 async def gone(pid: int, within_s: float = 5.0) -> bool:
     with anyio.move_on_after(within_s):
-        while alive(pid):  # noqa: ASYNC110 - a process has no event
+        while alive(pid):
             await anyio.sleep(0.02)
     return not alive(pid)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -113,3 +114,13 @@ def test_without_staleness_losses_and_weights_equal_a_plain_sequential_loop_bit_
     assert [record.metrics["loss"] for record in result.records] == losses
     for name, expected in plain.weights.state_dict().items():
         assert torch.equal(policy.weights.state_dict()[name], expected)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_example_of_async_functions_learns(backend: str) -> None:
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "examples.embed_async_functions", backend]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=root)
+    first, last = map(float, out.stdout.splitlines()[-1].removeprefix("reward ").split(" -> "))
+    assert first < 0.2 and last > 0.6
+    assert "staleness 1" in out.stdout

@@ -63,9 +63,7 @@ async def test_a_secret_is_neither_on_the_command_line_nor_in_the_environment(
     async with Supervisor(tmp_path, stop_timeout_s=5) as supervisor:
         config = bootstrap().config
         child = await supervisor.spawn(
-            Bootstrap(
-                role="rollout", rank=0, world_size=1, config=config, parent_pid=os.getpid(), secret_key=secret
-            )
+            Bootstrap(role="rollout", rank=0, world_size=1, config=config, parent_pid=os.getpid(), secret_key=secret)
         )
         with anyio.fail_after(20):
             while "here" not in child.log.read_text():

@@ -91,7 +91,7 @@ async def many(engine: TorchEngine, prompts: list[Prompt], options: Sampling) ->
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     with anyio.fail_after(timeout_s):
-        while not condition():  # noqa: ASYNC110  # the engine's thread knows no event of this loop
+        while not condition():  # the engine's thread knows no event of this loop
             await anyio.sleep(0.005)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from aoffpolicy.data.rows import Row
+from aoffpolicy.data.rows import Row, pack_row
 from aoffpolicy.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -83,12 +83,30 @@ def generate(name: str, params: Mapping[str, Any], seed: int) -> Iterator[Row]:
 
 
 def _row(entry: Mapping[str, Any], name: str, params: Mapping[str, Any]) -> Row:
-    return {
+    row = {
         "prompt": entry["question"],
         "answer": entry["answer"],
         "metadata": entry["metadata"],
         "reasoning_gym": {"name": name, "params": params},
     }
+    try:
+        pack_row(row)
+    except ValueError:
+        row["metadata"] = _portable(entry["metadata"])
+    return row
+
+
+def _portable(value: Any) -> Any:
+    """The same values with what msgpack cannot carry as text: huge integers and fractions, which no scorer reads."""
+    if isinstance(value, dict):
+        return {key: _portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(item) for item in value]
+    try:
+        pack_row({"value": value})
+    except ValueError:
+        return str(value)
+    return value
 
 
 def entry_of(row: Row) -> dict[str, Any]:

@@ -60,16 +60,15 @@ class Fsdp2:
     def shards(self) -> int:
         return self._ranks
 
-    def _build(self) -> LogprobModel:
+    def _build(self) -> Any:
         model = AutoModelForCausalLM.from_pretrained(self._config.model.path, dtype=torch.float32)
         model.config.use_cache = False
         if self._config.trainer.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         policy = LogprobModel(model, self._config.trainer.logprob_chunk).to(self._device).train()
         mesh = init_device_mesh(self._device.type, (self._ranks,), mesh_dim_names=("data",))
-        keep_whole = self._ranks == 1  # there is nothing to free between forward and backward
         for layer in _decoder_layers(model):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=not keep_whole)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=self._ranks > 1)
         fully_shard(policy, mesh=mesh, reshard_after_forward=False)
         return policy
 
@@ -95,7 +94,10 @@ class Fsdp2:
         tokens = self._sum(sum(len(batch.target_N) for batch in micro_batches))
         sums = TokenSums(self._device)
         self.optimizer.zero_grad()
-        for batch in micro_batches:
+        for number, batch in enumerate(micro_batches, start=1):
+            if self._ranks == 1:  # nothing is shared out, so weights stay whole and gradients are reduced once
+                self.policy.set_requires_gradient_sync(number == len(micro_batches))
+                self.policy.set_reshard_after_backward(number == len(micro_batches))
             logprobs_N, entropy_N = self.policy(batch, temperature)
             reference_N = None
             if self._reference is not None:

@@ -24,14 +24,12 @@ from aoffpolicy.transport.roster import Roster
 from aoffpolicy.transport.security import Authenticator, KeyPair, secure_server
 from aoffpolicy.transport.sessions import PendingCall, Session
 from aoffpolicy.transport.tasks import background_tasks
-from aoffpolicy.transport.wire import Beat, Call, Cancel, Failure, Hello, PeerId, Progress, Reply, ToWorker
+from aoffpolicy.transport.wire import Beat, Call, Cancel, Echo, Failure, Hello, PeerId, Progress, Reply, ToWorker
 
 logger = logging.getLogger(__name__)
 
-_BURST = 64
-"""Transmissions taken in before other tasks get their turn."""
-_REPORT_EVERY_S = 10.0
-"""Malformed transmissions are logged at most this often."""
+_BURST = 64  # transmissions taken in before other tasks get their turn
+_REPORT_EVERY_S = 10.0  # malformed transmissions are logged at most this often
 _WILDCARDS = ("0.0.0.0", "::")
 
 
@@ -275,15 +273,12 @@ class ControlServer:
             case Beat():
                 answer = self._roster.on_beat(message, key, sender)
                 self._send(sender, answer)
-                if isinstance(message, Progress) and isinstance(answer, wire.Echo):
-                    self._take_progress(message)
+                if isinstance(message, Progress) and isinstance(answer, Echo):
+                    peer = PeerId(message.role, message.rank)
+                    self._roster.session(peer).last_progress = message.text
+                    self._on_progress(peer, message.text)
             case Reply() | Failure():
                 self._take_answer(sender, message, frames[2:])
-
-    def _take_progress(self, progress: Progress) -> None:
-        peer = PeerId(progress.role, progress.rank)
-        self._roster.session(peer).last_progress = progress.text
-        self._on_progress(peer, progress.text)
 
     def _take_answer(self, sender: bytes, answer: Reply | Failure, frames: Sequence[zmq.Frame]) -> None:
         session = self._roster.session_of(sender)

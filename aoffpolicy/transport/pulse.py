@@ -76,11 +76,12 @@ class Pulse:
         while not self._stopping:
             now = time.monotonic()
             if now >= due:
-                if now - due > self._interval_s:
-                    heard_at += now - due  # this process was suspended: the controller could not be heard
                 self._send(connection, self._beat())
                 due = now + self._interval_s
             poller.poll(max(0, math.ceil((due - now) * 1000)))
+            late_s = time.monotonic() - due
+            if late_s > self._interval_s:
+                heard_at += late_s  # this process was suspended, and the controller could not be heard meanwhile
             self._send_lines(connection)
             if self._hear(connection):
                 heard_at = time.monotonic()

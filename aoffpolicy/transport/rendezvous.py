@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in the stub's __all__
+from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import Store
 
 from aoffpolicy.errors import RendezvousError

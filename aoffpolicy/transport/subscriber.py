@@ -48,6 +48,7 @@ class StatusSubscriber:
         self._first_live = 0
         """`seq` of the first live event, 0 before it."""
         self._connected = False
+        self._ended = False
         self._caught_up = False
         hosts = resolve(address.host)
         self._context = zmq.Context()
@@ -136,7 +137,11 @@ class StatusSubscriber:
             try:
                 topic, data = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                if self._ended:
+                    raise PeerLostError("publisher", 0, f"the status stream at {self._address} has ended") from None
                 self._check_connection()
+                if self._ended:
+                    continue  # the last events may have come just before
                 return None
             except ValueError:
                 raise ProtocolError(f"what listens at {self._address} does not publish a run's status") from None
@@ -161,7 +166,7 @@ class StatusSubscriber:
             if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected = True
             elif self._connected:
-                raise PeerLostError("publisher", 0, f"the status stream at {self._address} has ended")
+                self._ended = True
 
     def _silence(self, timeout_s: float) -> DeadlineError:
         if self._connected:
