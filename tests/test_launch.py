@@ -43,7 +43,6 @@ METRICS_KEYS = {
     "clip_fraction",
     "truncated_fraction",
 }
-)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
