@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from aoffpolicy import registry
 from aoffpolicy.errors import ConfigError
 
 
@@ -262,7 +263,13 @@ def _explain(location: tuple[int | str, ...], message: str, kind: str) -> str:
 
 
 def _conflicts(config: Config) -> Iterator[str]:
-    """Faults that concern more than one section."""
+    """Faults that concern more than one section, or what the config points to."""
+    named = {
+        "rollout.engine": config.rollout.engine,
+        "trainer.backend": config.trainer.backend,
+        "algorithm.name": config.algorithm.name,
+    }
+    yield from filter(None, (registry.fault(key, name) for key, name in named.items()))
     if not config.model.path.is_dir():
         yield f"model.path: {config.model.path} is not a folder; `make model` builds the quickstart's"
     elif not (config.model.path / "config.json").is_file():

@@ -68,9 +68,19 @@ def test_conflicts_between_sections_are_named(toml: Path, tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as caught:
         configuration.load(
             toml,
-            ["--model.path", str(tmp_path / "none"), "--data.group_size", "200", "--rollout.tensor_parallel", "2"],
+            [
+                "--model.path",
+                str(tmp_path / "none"),
+                "--data.group_size",
+                "200",
+                "--trainer.backend",
+                "fsd",
+                "--rollout.tensor_parallel",
+                "2",
+            ],
         )
     assert [fault.split(":")[0] for fault in caught.value.faults] == [
+        "trainer.backend",
         "model.path",
         "data.group_size",
         "rollout.tensor_parallel",

@@ -223,6 +223,13 @@ async def test_the_reasoning_gym_reward_works_in_a_scoring_process() -> None:
     assert scored.rewards == (1.0, 0.0)
 
 
+async def test_importing_reasoning_gym_is_not_charged_to_the_first_completion() -> None:
+    row = next(generate("chain_sum", {"min_terms": 2, "max_terms": 2}, seed=0))
+    with anyio.fail_after(60):
+        async with RewardPool("reasoning_gym", timeout_s=0.3, processes=1) as pool:  # the import takes longer
+            assert (await pool.score(row, (row["answer"],))).errors == ()
+
+
 def test_scoring_processes_die_with_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(

@@ -35,14 +35,11 @@ class Algorithm(Protocol):
         ...
 
 
-ALGORITHMS = {"grpo": "aoffpolicy.algorithms.grpo:Grpo"}
-
-
 def build(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm that the config names: a key of `ALGORITHMS`, or package.module:Class.
+    """The algorithm that the config names: a name in the registry, or package.module:Class.
 
     Raises:
         ConfigError: There is none of this name.
     """
-    algorithm: Algorithm = load("algorithm.name", config.name, ALGORITHMS)(config)
+    algorithm: Algorithm = load("algorithm.name", config.name)(config)
     return algorithm

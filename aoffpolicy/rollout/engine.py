@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from importlib import import_module
 from typing import Protocol, Self, cast
 
 import torch
 
 from aoffpolicy.config import Config
-from aoffpolicy.errors import EngineError
+from aoffpolicy.registry import load
 from aoffpolicy.samples import Prompt, SampleGroup
 from aoffpolicy.transport.manifest import Named
 from aoffpolicy.transport.messages import Sampling, TensorSpec
-
-ENGINES = {"torch": "aoffpolicy.rollout.torch_engine:TorchEngine"}
-"""Engine classes by name, imported only when used; a config may also name `package.module:Class`."""
 
 
 class Engine(Protocol):
@@ -77,18 +73,9 @@ class Engine(Protocol):
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The engine of this name.
-
-    Args:
-        name: A key of `ENGINES`, or `package.module:Class`.
+    """The engine of this name in the registry, or package.module:Class.
 
     Raises:
-        EngineError: There is no such engine.
+        ConfigError: There is no such engine.
     """
-    module, colon, attribute = ENGINES.get(name, name).partition(":")
-    if not colon:
-        raise EngineError(f"no rollout engine {name!r}; there are {', '.join(ENGINES)}, or package.module:Class")
-    try:
-        return cast(type[Engine], getattr(import_module(module), attribute))
-    except (ImportError, AttributeError) as error:
-        raise EngineError(f"rollout engine {name!r} cannot be imported: {error}") from error
+    return cast(type[Engine], load("rollout.engine", name))

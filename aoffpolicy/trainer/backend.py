@@ -14,8 +14,6 @@ from aoffpolicy.config import Config
 from aoffpolicy.registry import load
 from aoffpolicy.samples import SampleGroup
 
-BACKENDS = {"fsdp2": "aoffpolicy.trainer.fsdp2:Fsdp2"}
-
 
 class Backend(Protocol):
     """Built as `Class(config, device)` once the default process group of the trainer ranks exists.
@@ -51,6 +49,6 @@ class Backend(Protocol):
 
 
 def build(config: Config, device: torch.device) -> Backend:
-    """The backend that the config names: a key of `BACKENDS`, or package.module:Class."""
-    backend: Backend = load("trainer.backend", config.trainer.backend, BACKENDS)(config, device)
+    """The backend that the config names: a name in the registry, or package.module:Class."""
+    backend: Backend = load("trainer.backend", config.trainer.backend)(config, device)
     return backend

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from aoffpolicy import child
 from aoffpolicy.child import Bootstrap, Handlers
 from aoffpolicy.devices import COLLECTIVE_BACKEND, torch_device
-from aoffpolicy.errors import CheckpointError
+from aoffpolicy.errors import ProtocolError
 from aoffpolicy.trainer import checkpoint
 from aoffpolicy.trainer.backend import Backend, build
 from aoffpolicy.transport.lane import Lane
@@ -126,12 +126,12 @@ class TrainerWorker:
 
     async def _in_member(self, request: Message) -> Message:
         if self._member is None:
-            raise CheckpointError(f"{type(request).__name__} came before Start")
+            raise ProtocolError(f"{type(request).__name__} came before Start")
         return await self._member.handlers[type(request)](request)
 
     def _started(self) -> Backend:
         if self._backend is None:
-            raise CheckpointError("the trainer has not been started")
+            raise ProtocolError("the trainer has not been started")
         return self._backend
 
 
