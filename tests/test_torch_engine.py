@@ -588,7 +588,7 @@ async def test_closing_fails_what_is_pending_and_leaves_no_thread(
 def test_engines_are_found_by_name_or_by_import_path() -> None:
     assert engine_class("torch") is TorchEngine
     assert engine_class("aoffpolicy.rollout.torch_engine:TorchEngine") is TorchEngine
-    with pytest.raises(ConfigError, match=r"rollout\\.engine: 'vlm' is none of torch"):
+    with pytest.raises(ConfigError, match=r"rollout\.engine: 'vlm' is none of torch"):
         engine_class("vlm")
     with pytest.raises(ConfigError, match="cannot be imported: No module named 'nowhere'"):
         engine_class("nowhere:Engine")
