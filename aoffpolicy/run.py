@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
@@ -245,6 +246,7 @@ class Run:
             f"policy version {scheduler.version} is on every rollout worker; step {scheduler.step} is next"
         )
         reporter.running()
+        _calm_garbage_collector()
         async with scheduler:
             self._scheduler = scheduler
             async for record in scheduler.run():
@@ -256,3 +258,10 @@ class Run:
         timeout_s = self._config.supervisor.stop_timeout_s
         await call_all(server, dict.fromkeys(peers, Stop()), timeout_s)
         await supervisor.wait_all(timeout_s)
+
+
+def _calm_garbage_collector() -> None:
+    """Keep full collections, which walk everything that torch and transformers made, out of the event loop's way."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 5, 1_000_000)

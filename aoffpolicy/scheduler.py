@@ -35,8 +35,6 @@ from aoffpolicy.scheduling.windows import Windows
 __all__ = ["Scheduler", "SchedulerSettings"]
 
 logger = logging.getLogger(__name__)
-DISPATCHED_A_TURN = 16
-"""Groups started in one turn of the event loop: thousands at once would hold it up."""
 
 
 class Scheduler:
@@ -228,18 +226,16 @@ class Scheduler:
         """Start groups in the order of the data as soon as they may; those to train on before those to evaluate."""
         while True:
             ledger, evaluation = self._ledger_to_fill(), self._evaluation
-            if not self._has_room():
-                await self._change.next()
-            elif ledger is not None:
+            if self._has_room() and ledger is not None:
                 self._dispatch_one(ledger)
-            elif evaluation is not None and evaluation.waiting and not self._swapping:
+            elif self._has_room() and evaluation is not None and evaluation.waiting and not self._swapping:
                 self._in_flight += 1
                 self._phases.begin("rollout")
                 self._groups.start_soon(self._generate_to_evaluate, evaluation, evaluation.waiting.popleft())
             else:
                 await self._change.next()
-            if self._in_flight % DISPATCHED_A_TURN == 0:
-                await checkpoint()
+                continue
+            await checkpoint()  # one a turn: they begin in this order, and thousands do not hold up the event loop
 
     def _has_room(self) -> bool:
         return self._settings.max_in_flight is None or self._in_flight < self._settings.max_in_flight
@@ -339,7 +335,8 @@ class Scheduler:
     def _skip(self, ledger: StepLedger) -> None:
         """Nothing to train: the version stays, and there is nothing to send."""
         dropped = ", ".join(f"{count} {reason}" for reason, count in ledger.dropped.items())
-        if not ledger.dropped["filtered"]:  # going on would burn through the data and train nothing
+        last_of_many = self._data_ended and self._version > 0
+        if not (ledger.dropped["filtered"] or last_of_many):  # going on would burn through the data and train nothing
             raise RoleError("rollout", 0, f"no group of step {ledger.step} could be generated: {dropped}")
         logger.warning("step %d is skipped: every group was dropped: %s", ledger.step, dropped)
         self._leave_behind(ledger)

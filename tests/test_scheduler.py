@@ -63,6 +63,23 @@ def test_the_next_step_trains_while_weights_are_being_loaded_and_generation_wait
     assert spans["load", 0][1] == spans["generate", 2][0]
 
 
+def test_nothing_further_ahead_is_started_while_new_weights_wait_for_the_rollouts() -> None:
+    started: list[tuple[float, int]] = []
+
+    class Timed(SimulatedRoles):
+        async def generate(self, request: GroupRequest) -> SampleGroup:
+            started.append((anyio.current_time(), request.step))
+            return await super().generate(request)
+
+    roles = Timed(World(), always(generate=0.4, train=1.0))
+    _, result = run(roles=roles, max_staleness=3, max_in_flight=1, steps=8)
+    ends = {(e.name, e.step): e.time for e in result.events if e.state == "end"}
+    for step in range(7):
+        waiting = [s for time, s in started if ends["train", step] <= time < ends["send", step]]
+        assert set(waiting) <= {step + 1}
+    assert any(s > step + 1 for step in range(7) for time, s in started if time < ends["train", step]), "none was ahead"
+
+
 def test_groups_in_flight_are_bounded() -> None:
     most = 0
 
@@ -221,6 +238,13 @@ def test_rollouts_that_are_all_dead_end_the_run_instead_of_burning_through_the_d
 
     with pytest.raises(Exception, match="rollout 0: no group of step 0 could be generated: 8 timed_out"):
         run(roles=Dead(World()), group_deadline_s=5.0)
+
+
+def test_a_last_short_batch_that_fails_is_skipped_and_does_not_spoil_the_run() -> None:
+    roles = SimulatedRoles(World(), SECOND_EACH, drop=lambda uid: uid == 4)
+    world, result = run(roles=roles, data=prompts(5))
+    assert world.trained == {0: (0, 1), 1: (2, 3)} and world.loaded == 2
+    assert [record.skipped for record in result.records] == [False, False, True]
 
 
 # --- Evaluation ----------------------------------------------------------------------------------------------------

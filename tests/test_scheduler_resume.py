@@ -11,7 +11,7 @@ import anyio
 import numpy as np
 import pytest
 
-from aoffpolicy import Prompt, Scheduler, SchedulerError, SchedulerSettings, SchedulerState
+from aoffpolicy import Prompt, RoleError, Scheduler, SchedulerError, SchedulerSettings, SchedulerState
 from aoffpolicy.errors import ProtocolError
 from tests.simulated import Result, SimulatedRoles, World, always, drive, prompts, run_virtually
 
@@ -171,6 +171,23 @@ def test_an_interrupt_before_the_first_step_saves_a_state_to_start_from() -> Non
     assert step == 0
     go_on(world, packed)
     assert world.trained == {m: (2 * m, 2 * m + 1) for m in range(6)}
+
+
+def test_a_run_that_ended_because_no_group_could_be_generated_goes_on_when_they_can() -> None:
+    world = World()
+
+    async def main() -> SchedulerState:
+        roles = SimulatedRoles(world, DURATION, drop=lambda uid: uid >= 4)
+        scheduler = Scheduler(roles, roles, roles, prompts(100), SETTINGS)
+        with pytest.raises(RoleError, match="no group of step 2 could be generated: 8 error"):
+            async with scheduler:
+                async for _ in scheduler.run():
+                    pass
+        return scheduler.state()
+
+    result = go_on(world, run_virtually(main))
+    assert sorted(world.trained) == list(range(6)) and world.trained[2] == (12, 13)
+    assert (result.records[0].groups_dispatched, result.records[0].groups_dropped) == (10, {"error": 8})
 
 
 def test_checkpoints_are_taken_every_so_many_steps_and_at_the_end_once() -> None:

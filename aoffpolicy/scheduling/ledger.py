@@ -50,6 +50,8 @@ class StepLedger:
             else:
                 ledger.finished[group.prompt.uid] = Finished(group, stats, retries=0)
         ledger.again.extend(sorted(again))
+        if not (ledger.finished or ledger.again or ledger.dropped["filtered"]):
+            ledger._limit += ledger.dispatched  # the run ended because nothing came; now it may be tried again
         return ledger
 
     def save(self) -> OpenStep:

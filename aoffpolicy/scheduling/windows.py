@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 
 import anyio
@@ -54,8 +54,7 @@ class Windows:
         ledger, self._ledger = self._ledger, None
         now = anyio.current_time()
         wall = now - self._opened
-        busy = Counter(self._phases.read())
-        busy.subtract(self._busy_before)
+        busy = _since(self._busy_before, self._phases.read())
         batch = BatchStats.of(ledger.stats, self._version)
         overlap = None
         if following is not None and ledger.finished:
@@ -82,7 +81,7 @@ class Windows:
             time_sync=busy["send"],
             time_load=busy["load"],
             time_checkpoint=busy["checkpoint"],
-            time_eval=busy["rollout"] - busy["generate"],
+            time_eval=max(0.0, busy["rollout"] - busy["generate"]),
             time_rollout=busy["generate"],
             time_wait_rollout=max(0.0, wall - busy["train"] - busy["send"] - busy["checkpoint"]),
             time_wait_trainer=max(0.0, wall - busy["rollout"] - busy["send"] - busy["load"]),
@@ -102,7 +101,16 @@ def overlap_efficiency(
         next_generate: Seconds from first dispatch to last scored group of the next step, inside the window.
         max_staleness: Above 1 several steps are generated at once, so that the rollouts' busy time counts instead.
     """
-    if wall <= 0:
+    if wall < CLOCK_TICK_S:
         return None
     generate = next_generate if max_staleness <= 1 else busy["rollout"]
     return max(generate, busy["train"]) / wall
+
+
+CLOCK_TICK_S = 1e-6
+"""Shorter windows are none."""
+
+
+def _since(before: Mapping[str, float], after: Mapping[str, float]) -> Mapping[str, float]:
+    """Seconds of each activity between two readings; 0 for those that never were."""
+    return defaultdict(float, {name: max(0.0, seconds - before.get(name, 0.0)) for name, seconds in after.items()})
