@@ -4,8 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet -c constraints-cpu.txt
 MODEL  ?= models/smollm2-135m-instruct
+# Where pip finds no CPU build of PyTorch by itself: the arguments that pytorch.org/get-started gives for one.
+TORCH_ARGS ?=
 
-.PHONY: quickstart setup setup-test model test test-unit lint benchmark clean
+.PHONY: quickstart setup setup-test model test test-unit lint
 
 quickstart: setup model
 	$(BIN)/python -m aoffpolicy.launch examples/quickstart.toml --model.path $(MODEL)
@@ -13,7 +15,7 @@ quickstart: setup model
 setup: $(VENV)/.setup
 $(VENV)/.setup: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0
+	$(PIP) $(TORCH_ARGS) torch==2.13.0
 	$(PIP) -e .[gguf]
 	touch $@
 

@@ -124,3 +124,13 @@ def test_the_example_of_async_functions_learns(backend: str) -> None:
     first, last = map(float, out.stdout.splitlines()[-1].removeprefix("reward ").split(" -> "))
     assert first < 0.2 and last > 0.6
     assert "staleness 1" in out.stdout
+
+
+@pytest.mark.multiprocess
+def test_the_example_of_a_torch_loop_trains_beside_an_engine_in_another_process(tmp_path: Path) -> None:
+    from tests.tiny import tiny_llama
+
+    command = [sys.executable, "examples/embed_torch_loop.py", str(tiny_llama(tmp_path)), "4"]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[:4]] == [f"step {step}" for step in range(4)]
