@@ -3,15 +3,18 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from aoffpolicy.algorithms.grpo import Grpo
+from aoffpolicy.config import Config
+from aoffpolicy.trainer.fsdp2 import Fsdp2
 from tests.groups import batch, group
 from tests.tiny import tiny_llama, tiny_qwen3
-from tests.trainer_ranks import config, on_ranks, train_steps
+from tests.trainer_ranks import Outcome, config, on_ranks, train_steps
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 SAME = partial(pytest.approx, rel=1e-4)
@@ -75,6 +78,31 @@ def test_weights_are_exported_whole_under_their_hugging_face_names_and_learning_
         assert all(torch.equal(tensor, stored[name]) for name, tensor in outcome["weights"].items())
         assert outcome["metrics"][0]["kl_reference"] == pytest.approx(0, abs=1e-9)
         assert outcome["metrics"][1]["grad_norm"] == SAME(outcome["metrics"][0]["grad_norm"])
+
+
+def test_another_family_of_models_trains_without_its_dropout(tmp_path: Path) -> None:
+    sizes = dict(vocab_size=96, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)).save_pretrained(tmp_path)
+    (outcome,) = on_ranks(1, train_steps, config(tmp_path, lr=0.0), 2)
+    assert outcome["metrics"][1]["grad_norm"] == SAME(outcome["metrics"][0]["grad_norm"])
+
+
+def test_a_gradient_that_is_not_finite_ends_the_step_and_not_the_weights(tmp_path: Path) -> None:
+    (outcome,) = on_ranks(1, overflow, config(tiny_llama(tmp_path)))
+    assert "gradient norm is" in outcome["error"]
+    assert outcome["unchanged"]
+
+
+def overflow(settings: Config) -> Outcome:
+    backend = Fsdp2(settings, torch.device("cpu"))
+    before = {name: tensor.clone() for name, tensor in backend.export_weights()}
+    (only,) = batch(1)
+    try:
+        backend.train([only], [np.full(4, np.inf, dtype=np.float32)], temperature=1.0)
+    except FloatingPointError as error:
+        unchanged = all(torch.equal(tensor, before[name]) for name, tensor in backend.export_weights())
+        return {"error": str(error), "unchanged": unchanged}
+    return {"error": "", "unchanged": False}
 
 
 def test_the_learning_rate_warms_up_linearly(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,9 +66,12 @@ class Fsdp2:
         model.config.use_cache = False
         if self._config.trainer.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        policy = LogprobModel(model, self._config.trainer.logprob_chunk).to(self._device).train()
+        policy = LogprobModel(model, self._config.trainer.logprob_chunk).to(self._device)
+        # The rollout samples without dropout; only checkpointed layers insist on being in training mode.
+        policy.train(self._config.trainer.activation_checkpointing)
         mesh = init_device_mesh(self._device.type, (self._ranks,), mesh_dim_names=("data",))
-        for layer in _decoder_layers(model):
+        layer_classes = model._no_split_modules or ()
+        for layer in (module for module in model.modules() if type(module).__name__ in layer_classes):
             fully_shard(layer, mesh=mesh, reshard_after_forward=self._ranks > 1)
         fully_shard(policy, mesh=mesh, reshard_after_forward=False)
         return policy
@@ -107,11 +111,13 @@ class Fsdp2:
             # FSDP averages gradients over the ranks; the sum over all tokens is wanted.
             (loss_N.sum() * (self._ranks / max(1, tokens))).backward()
             sums.add(batch, logprobs_N.detach(), entropy_N, loss_N.detach(), details)
-        grad_norm = _full(nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.trainer.grad_clip))
+        grad_norm = float(_full(nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.trainer.grad_clip)))
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient norm is {grad_norm}; the weights were left as they are")
         learning_rate = self.schedule.get_last_lr()[0]
         self.optimizer.step()
         self.schedule.step()
-        return {**sums.means(), "grad_norm": float(grad_norm), "lr": float(learning_rate)}
+        return {**sums.means(), "grad_norm": grad_norm, "lr": float(learning_rate)}
 
     def _micro_batches(self, groups: Sequence[SampleGroup], advantages: Sequence[np.ndarray]) -> list[MicroBatch]:
         """As many on every rank, since each is a collective; a rank with less to do adds empty ones."""
@@ -120,7 +126,7 @@ class Fsdp2:
         batches = stack(rows, budget, self._device)
         count = torch.tensor(len(batches), device=self._device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
-        return [*batches, *(empty(self._device) for _ in range(int(count) - len(batches)))]
+        return [*batches, *(empty(self._device) for _ in range(max(1, int(count)) - len(batches)))]
 
     def _sum(self, value: int) -> int:
         total = torch.tensor(value, device=self._device)
@@ -141,9 +147,3 @@ class Fsdp2:
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _decoder_layers(model: Any) -> nn.ModuleList:
-    """The list of decoder layers, which Hugging Face models keep under this name."""
-    layers: nn.ModuleList = model.base_model.layers
-    return layers
