@@ -279,9 +279,12 @@ def _conflicts(config: Config) -> Iterator[str]:
             f"data.group_size: {config.data.group_size} completions do not fit into "
             f"rollout.max_sequences = {config.rollout.max_sequences}"
         )
-    if config.reward.function == "reasoning_gym":
-        for key, source in (("data.source", config.data.source), ("eval.source", config.eval.source)):
-            if source and not source.startswith("reasoning_gym:"):
-                yield f"{key}: the reward reasoning_gym scores data of reasoning_gym:NAME only, not {source}"
+    for key, source in (("data.source", config.data.source), ("eval.source", config.eval.source)):
+        if not source or source.startswith("reasoning_gym:"):
+            continue
+        if not Path(source).is_file():
+            yield f"{key}: {source} is neither a file nor reasoning_gym:NAME"
+        elif config.reward.function == "reasoning_gym":
+            yield f"{key}: the reward reasoning_gym scores data of reasoning_gym:NAME only, not {source}"
     if config.rollout.engine == "torch" and config.rollout.tensor_parallel > 1:
         yield "rollout.tensor_parallel: the embedded torch engine runs on one device; use 1"

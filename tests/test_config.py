@@ -87,6 +87,15 @@ def test_conflicts_between_sections_are_named(toml: Path, tmp_path: Path) -> Non
     ]
 
 
+def test_data_that_is_not_there_is_a_fault_of_its_key(toml: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.source: .*/none\.jsonl is neither a file nor"):
+        configuration.load(toml, ["--data.source", str(tmp_path / "none.jsonl")])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    with pytest.raises(ConfigError, match=r"data\.source: the reward reasoning_gym scores data of"):
+        configuration.load(toml, ["--data.source", str(rows)])
+
+
 def test_the_resolved_config_reads_back_to_the_same(toml: Path, tmp_path: Path) -> None:
     config = configuration.load(toml, ["--data.params.min_terms", "2", "--trainer.betas", "[0.9, 0.99]"])
     resolved = tmp_path / "resolved.toml"

@@ -145,6 +145,39 @@ def test_an_interrupted_run_checkpoints_leaves_no_process_and_can_be_resumed(
     assert [row["step"] for row in long_run.metrics()] == list(range(trained + 2))
 
 
+def test_a_second_interrupt_ends_the_run_at_once(long_run: TinyRun) -> None:
+    process = long_run.start()
+    long_run.wait_for_rows(1, process)
+    family = descendants(process.pid)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.01)
+    _, stderr = process.communicate(timeout=15)
+    assert process.returncode == 130, stderr
+    assert_gone(family, within_s=1)
+
+
+def test_an_interrupt_before_the_first_step_leaves_no_process(long_run: TinyRun) -> None:
+    process = long_run.start()
+    deadline = time.monotonic() + 60
+    while not descendants(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    family = descendants(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130, stderr
+    assert_gone(family, within_s=1)
+
+
+def test_a_run_whose_steps_are_all_trained_ends_at_once_when_resumed(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, run={"steps": 1}, checkpoint={"every": 1})
+    for resume in ("never", "auto"):
+        done = run.run("--resume", resume)
+        assert done.returncode == 0, done.stderr
+        assert [row["step"] for row in run.metrics()] == [0]
+
+
 def test_no_child_survives_a_launcher_killed_with_sigkill(long_run: TinyRun) -> None:
     process = long_run.start()
     long_run.wait_for_rows(1, process)
