@@ -146,6 +146,8 @@ class Reporter:
                 f"{summary['reward_last']:.3f} over the last"
             )
         self._printer.say(f"{state}; {summary['verdict']}")
+        if interrupted:
+            self._printer.say("go on with the same command and --resume auto")
 
     def _run(self, state: str) -> None:
         self._publisher.publish(
