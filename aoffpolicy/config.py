@@ -71,15 +71,18 @@ class Reward(Section):
 
 
 class Rollout(Section):
-    engine: str = Field("torch", description="torch, or package.module:Class")
+    engine: str = Field("torch", description="torch (embedded), vllm, or package.module:Class")
+    vllm: dict[str, Any] = Field(default_factory=dict, description="further engine arguments of vLLM, by their names")
     workers: int = Field(1, ge=1, description="rollout workers, each an independent engine")
     tensor_parallel: int = Field(1, ge=1, description="devices of one engine")
     max_tokens: int = Field(64, ge=1, description="tokens of a completion at most")
+    min_tokens: int = Field(0, ge=0, description="tokens of a completion before it may stop (engine vllm)")
     temperature: float = Field(1.0, gt=0, description="sampling temperature; the trainer applies the same")
     max_sequences: int = Field(128, ge=1, description="sequences an engine decodes at once")
     group_deadline_s: float | None = Field(
         None, gt=0, description="seconds after which a group is dispatched again, once, then dropped; unset: none"
     )
+    stop: list[str] = Field(default_factory=list, description="texts that end a completion (engine vllm)")
     stop_token_ids: list[int] = Field(default_factory=list, description="stop tokens besides the model's EOS")
     device: Literal["auto", "cpu", "cuda", "npu"] = Field("auto", description="kind of device")
     threads: int = Field(0, ge=0, description="CPU cores of a worker on device cpu; 0 shares the cores evenly")
@@ -115,7 +118,11 @@ class Algorithm(Section):
 class Weights(Section):
     backend: Literal["auto", "gloo"] = Field("auto", description="collective for weights; auto: from the device")
     mode: Literal["dense"] = Field("dense", description="send every weight")
-    swap: Literal["boundary"] = Field("boundary", description="swap between generations")
+    swap: Literal["boundary", "in_flight", "in_flight_recompute"] = Field(
+        "boundary",
+        description="swap between generations; or while they run (engine vllm), which then go on under the new weights "
+        "with their key/value cache kept, or computed again",
+    )
     bucket_bytes: int = Field(16 * 2**20, ge=1024, description="bytes of one broadcast")
     join_timeout_s: float = Field(60.0, gt=0, description="deadline of forming the group")
     sync_timeout_s: float = Field(300.0, gt=0, description="deadline of one weight update")
@@ -286,5 +293,40 @@ def _conflicts(config: Config) -> Iterator[str]:
             yield f"{key}: {source} is neither a file nor reasoning_gym:NAME"
         elif config.reward.function == "reasoning_gym":
             yield f"{key}: the reward reasoning_gym scores data of reasoning_gym:NAME only, not {source}"
-    if config.rollout.engine == "torch" and config.rollout.tensor_parallel > 1:
+    if config.rollout.engine == "torch":
+        yield from _beyond_the_torch_engine(config)
+    for name, key in VLLM_ARGUMENTS.items():
+        if name in config.rollout.vllm:
+            yield f"rollout.vllm.{name}: this argument of vLLM is set by {key}"
+    if config.run.deterministic and config.weights.swap != "boundary":
+        yield f"weights.swap: {config.weights.swap} depends on timing, so run.deterministic cannot be had with it"
+    if config.rollout.min_tokens > config.rollout.max_tokens:
+        yield (
+            f"rollout.min_tokens: {config.rollout.min_tokens} is above rollout.max_tokens = {config.rollout.max_tokens}"
+        )
+
+
+VLLM_ARGUMENTS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "max_num_seqs": "rollout.max_sequences",
+    "max_model_len": "data.max_prompt_tokens and rollout.max_tokens",
+    "seed": "run.seed",
+    "data_parallel_size": "rollout.workers",
+    "pipeline_parallel_size": "nothing: one engine is tensor-parallel only",
+    "logprobs_mode": "nothing: training needs processed log-probabilities",
+    "weight_transfer_config": "nothing: weights come through the weight plane",
+}
+"""Engine arguments of vLLM that are not to be given in `[rollout.vllm]`, and the keys that set them."""
+
+
+def _beyond_the_torch_engine(config: Config) -> Iterator[str]:
+    if config.rollout.tensor_parallel > 1:
         yield "rollout.tensor_parallel: the embedded torch engine runs on one device; use 1"
+    if config.weights.swap != "boundary":
+        yield 'weights.swap: the embedded torch engine swaps at the boundary only; use rollout.engine = "vllm"'
+    for name in ("vllm", "stop", "min_tokens"):
+        if getattr(config.rollout, name):
+            yield f'rollout.{name}: the embedded torch engine does not know it; use rollout.engine = "vllm"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -115,6 +116,21 @@ def _print_dry_run(config: Config, plan: Sequence[PlannedProcess]) -> None:
     Console(width=120).print(table)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """`main` as a command: never returns, so that nothing is printed after the run's last line.
+
+    While Python shuts down, libraries of other packages report leaks to standard error (nanobind in triton does).
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    try:
+        code = main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    command()

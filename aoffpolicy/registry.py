@@ -11,7 +11,10 @@ from typing import Any
 
 from aoffpolicy.errors import ConfigError
 
-ROLLOUT_ENGINES = {"torch": "aoffpolicy.rollout.torch_engine:TorchEngine"}
+ROLLOUT_ENGINES = {
+    "torch": "aoffpolicy.rollout.torch_engine:TorchEngine",
+    "vllm": "aoffpolicy.rollout.vllm.engine:VllmEngine",
+}
 TRAINER_BACKENDS = {"fsdp2": "aoffpolicy.trainer.fsdp2:Fsdp2"}
 ALGORITHMS = {"grpo": "aoffpolicy.algorithms.grpo:Grpo"}
 

@@ -229,6 +229,7 @@ class Run:
             prompts_per_step=config.data.prompts_per_step,
             max_staleness=config.run.max_staleness,
             max_in_flight=max_in_flight,
+            swap="boundary" if config.weights.swap == "boundary" else "in_flight",
             filter_zero_variance=config.algorithm.filter_zero_variance,
             on_filtered=config.algorithm.on_filtered,
             group_deadline_s=config.rollout.group_deadline_s,

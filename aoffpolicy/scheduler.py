@@ -4,7 +4,7 @@
 
 `v_0` are the initial weights; step m trains `v_m` and makes `v_{m+1}`. One rule holds for every mode: a group for step
 m may start under version v only if m - v <= max_staleness. It is kept by pacing dispatch, not by discarding groups.
-While weights are swapped no generation is in flight: dispatching stops, running groups finish, then weights are sent.
+While weights are swapped nothing is dispatched; unless `settings.swap` says otherwise, running groups finish first.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Scheduler:
         self._prompts = prompts
         self._settings = settings
         self._eval_prompts = eval_prompts or ()
-        self._attempts = GroupAttempts(rollout, settings)
+        self._attempts = GroupAttempts(rollout, settings, loaded=lambda: self._loaded, sent=lambda: self._sent)
 
         state = SchedulerState.unpack(state) if isinstance(state, bytes) else state or SchedulerState(0, 0, 0)
         self._step = state.step  # steps trained or skipped, so also the step that comes next
@@ -95,7 +95,7 @@ class Scheduler:
             )
             for saved in state.open_steps
         }
-        self._loaded = self._version  # of the rollouts' weights
+        self._loaded = self._sent = self._version  # of the rollouts' weights, and of those on their way to them
         self._in_flight = 0  # groups being generated, evaluation included
         self._training = False
         self._saving = False
@@ -230,7 +230,7 @@ class Scheduler:
                 self._dispatch_one(ledger)
             elif self._has_room() and evaluation is not None and evaluation.waiting and not self._swapping:
                 self._in_flight += 1
-                self._phases.begin("rollout")
+                self._phases.begin("rollout", "occupied")
                 self._groups.start_soon(self._generate_to_evaluate, evaluation, evaluation.waiting.popleft())
             else:
                 await self._change.next()
@@ -283,7 +283,7 @@ class Scheduler:
             self._phases.tell("generate", ledger.step, self._loaded, "begin", anyio.current_time())
         ledger.dispatch(uid, anyio.current_time(), fresh=fresh)
         self._in_flight += 1
-        self._phases.begin("rollout", "generate")
+        self._phases.begin("rollout", "generate", "occupied")
         self._groups.start_soon(self._generate_to_train, ledger, prompt)
 
     def _ledger(self, step: int) -> StepLedger:
@@ -296,7 +296,7 @@ class Scheduler:
     async def _generate_to_train(self, ledger: StepLedger, prompt: Prompt) -> None:
         request = GroupRequest(prompt, ledger.step, self._loaded)
         outcome = await self._attempts.group(request, self._oldest_allowed(ledger.step))
-        self._phases.end("rollout", "generate")
+        self._phases.end("rollout", "generate", "occupied")
         ledger.settle(prompt.uid, outcome, anyio.current_time())
         self._in_flight -= 1
         if self._is_complete(ledger):
@@ -347,20 +347,27 @@ class Scheduler:
         self._step += 1
         self._change.notify()
 
-    # --- 4. Swap weights: no generation from before `send` until after `load` --------------------------------------
+    # --- 4. Swap weights: nothing is dispatched from before `send` until after `load` ------------------------------
 
     async def _swap_weights(self, made_by: int) -> None:
-        """Send the new weights once the rollouts are idle; loading goes on beside the next training step."""
-        self._draining = True
+        """Send the new weights once the rollouts may take them; loading goes on beside the next training step."""
+        self._draining = self._settings.swap == "boundary"
         self._change.notify()
-        await self._change.until(lambda: self._interrupted or self._rollouts_idle())
+        await self._change.until(lambda: self._interrupted or self._rollouts_may_swap())
         self._draining = False
         if self._interrupted:
             return
         self._swapping = True
+        self._sent = self._version
+        self._phases.begin("occupied")
         with self._phases("send", made_by, self._version):
             await self._call_sync("trainer", "send", self._version)
         self._groups.start_soon(self._load, self._version, made_by)
+
+    def _rollouts_may_swap(self) -> bool:
+        if self._settings.swap == "boundary":
+            return self._rollouts_idle()
+        return not self._swapping and self._evaluation is None
 
     def _rollouts_idle(self) -> bool:
         """Nothing is being generated, and nothing more may be under the weights that are loaded."""
@@ -370,6 +377,7 @@ class Scheduler:
     async def _load(self, version: int, made_by: int) -> None:
         with self._phases("load", made_by, version):
             await self._call_sync("rollout", "load", version)
+        self._phases.end("occupied")
         self._loaded = version
         self._swapping = False
         if self._evaluation_due(version):
@@ -397,7 +405,7 @@ class Scheduler:
     async def _generate_to_evaluate(self, evaluation: Evaluating, prompt: Prompt) -> None:
         request = GroupRequest(prompt, evaluation.made_by, evaluation.version, purpose="eval")
         outcome = await self._attempts.group(request, evaluation.version)
-        self._phases.end("rollout")
+        self._phases.end("rollout", "occupied")
         self._in_flight -= 1
         evaluation.settle(outcome)
         if evaluation.complete:

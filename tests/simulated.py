@@ -104,16 +104,25 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(uid, np.arange(3, dtype=np.int32)) for uid in range(count)]
 
 
-def group(prompt: Prompt, version: int, *, rewards: Sequence[float] = (0.0, 1.0), tokens: int = 2) -> SampleGroup:
-    """A group of tiny samples, all tokens of one version."""
+def group(
+    prompt: Prompt,
+    version: int,
+    *,
+    rewards: Sequence[float] = (0.0, 1.0),
+    tokens: int = 2,
+    last_version: int | None = None,
+) -> SampleGroup:
+    """A group of tiny samples, all tokens of one version, or the last one of a later version."""
     length = len(prompt.token_ids_P) + tokens
     mask = np.arange(length) >= len(prompt.token_ids_P)
+    versions = np.where(mask, version, -1).astype(np.int32)
+    versions[-1] = version if last_version is None else last_version
     samples = tuple(
         Sample(
             token_ids_T=np.zeros(length, np.int32),
             loss_mask_T=mask,
             behaviour_logprobs_T=np.zeros(length, np.float32),
-            versions_T=np.where(mask, version, -1).astype(np.int32),
+            versions_T=versions,
             text="",
             finish_reason="stop",
             reward=reward,
@@ -165,6 +174,7 @@ class SimulatedRoles:
         duration: How long calls take.
         drop: Whether the rollout gives up on a prompt.
         rewards: Rewards of a prompt's group.
+        in_flight: Weights may be swapped while groups are generated, which then have tokens of two versions.
         hook: Awaited at the beginning and at the end of every call with "call:begin" or "call:end"; may raise or hang.
     """
 
@@ -175,28 +185,32 @@ class SimulatedRoles:
         *,
         drop: Callable[[int], bool] = lambda uid: False,
         rewards: Callable[[int], Sequence[float]] = lambda uid: (0.0, 1.0),
+        in_flight: bool = False,
         hook: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self.world = world
         self._duration = duration
         self._drop = drop
         self._rewards = rewards
+        self._in_flight = in_flight
         self._hook = hook
 
     async def generate(self, request: GroupRequest) -> SampleGroup:
         world = self.world
-        assert not world.swapping, "generation runs while weights are swapped"
+        assert self._in_flight or not world.swapping, "generation runs while weights are swapped"
         assert world.loaded == request.version, "a group was started under other weights than it was told"
         world.dispatched.append(request)
         world.generating[request.purpose] += 1
+        first_version = world.loaded
         try:
             await self._work("generate", request.prompt.uid)
         finally:
             world.generating[request.purpose] -= 1
-        assert not world.swapping, "weights were swapped under a running generation"
+        assert self._in_flight or not world.swapping, "weights were swapped under a running generation"
         if self._drop(request.prompt.uid):
             raise GroupDropped("simulated")
-        return group(request.prompt, world.loaded, rewards=self._rewards(request.prompt.uid))
+        rewards = self._rewards(request.prompt.uid)
+        return group(request.prompt, first_version, rewards=rewards, last_version=world.loaded)
 
     async def train(self, step: int, batch: Batch) -> Mapping[str, float]:
         world = self.world
@@ -220,7 +234,7 @@ class SimulatedRoles:
     async def send(self, version: int) -> None:
         world = self.world
         assert not world.swapping and not world.training
-        assert not +world.generating, "weights are sent while generation runs"
+        assert not world.generating["eval"] and (self._in_flight or not world.generating["train"])
         world.swapping = True
         world.sent.append(version)
         await self._work("send", version)
@@ -228,7 +242,7 @@ class SimulatedRoles:
     async def load(self, version: int) -> None:
         world = self.world
         assert world.swapping and world.sent[-1] == version
-        assert not +world.generating
+        assert not world.generating["eval"] and (self._in_flight or not world.generating["train"])
 
         def loaded() -> None:
             world.loaded = version

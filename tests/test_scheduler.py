@@ -343,3 +343,26 @@ def test_a_scheduler_runs_once() -> None:
 
     with pytest.raises(SchedulerError, match="runs once"):
         run_virtually(main)
+
+
+def test_a_long_group_does_not_hold_up_an_in_flight_swap_and_its_staleness_is_that_of_its_oldest_token() -> None:
+    def duration(call: str, number: int) -> float:
+        return {"generate": 30.0 if number == 3 else 1.0, "train": 5.0, "load": 1.0}.get(call, 0.0)
+
+    world = World()
+    _, result = run(duration, roles=SimulatedRoles(world, duration, in_flight=True), steps=3, swap="in_flight")
+    first, second, _ = result.records
+    swapped = next(event.time for event in result.events if event.name == "load" and event.state == "end")
+    assert swapped == pytest.approx(7.0)  # one second to generate, five to train, one to load
+    assert world.staleness[:4] == [0, 0, 1, 1]
+    assert (first.staleness_max, second.staleness_max) == (0, 1)
+    assert second.staleness_mean == 0.75  # of eight tokens two, the last of prompt 3, are of the version that trains
+
+
+def test_a_long_group_does_hold_up_a_swap_at_the_boundary() -> None:
+    def duration(call: str, number: int) -> float:
+        return {"generate": 30.0 if number == 3 else 1.0, "train": 5.0, "load": 1.0}.get(call, 0.0)
+
+    _, result = run(duration, steps=3)
+    swapped = next(event.time for event in result.events if event.name == "load" and event.state == "end")
+    assert swapped == pytest.approx(32.0)

@@ -2,7 +2,7 @@
 
 1. Steps 0..N-1 are each trained or recorded as skipped exactly once, in order; nothing is generated beyond their need.
 2. Staleness of every trained token is at most max_staleness, by the version that really produced it.
-3. No generation runs while weights are swapped (asserted inside the simulated roles).
+3. No generation runs while weights are swapped (asserted inside the simulated roles), unless that is asked for.
 4. Faults: tests/test_scheduler_faults.py.
 5. Every group dispatched is trained once or dropped with a reason; dispatch order is that of the data.
 6. The end of the data, a short batch, `steps = 1` are ordinary cases.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import anyio
 import pytest
@@ -23,6 +24,7 @@ from aoffpolicy import RoleError, Scheduler, SchedulerSettings, SchedulerState, 
 from tests.simulated import Duration, Result, SimulatedRoles, World, drive, prompts, run_virtually
 
 CLOSE = 1e-6
+Swap = Literal["boundary", "in_flight"]
 CALLS = ("generate", "train", "send", "load", "save")
 
 
@@ -48,6 +50,7 @@ class Case:
             self.duration(),
             drop=self.failing.__contains__,
             rewards=lambda uid: (1.0, 1.0) if uid in self.filtered else (0.0, 1.0),
+            in_flight=self.settings.swap == "in_flight",
         )
 
     def run(self, backend: str = "asyncio") -> tuple[World, Result]:
@@ -60,7 +63,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, dropping: bool = True) -> Case:
+def cases(draw: st.DrawFn, *, dropping: bool = True, swaps: Sequence[Swap] = ("boundary",)) -> Case:
     steps = draw(st.integers(1, 20))
     per_step = draw(st.integers(1, 5))
     staleness = draw(st.integers(0, 4))
@@ -74,6 +77,7 @@ def cases(draw: st.DrawFn, *, dropping: bool = True) -> Case:
             max_staleness=staleness,
             ahead=draw(st.one_of(st.none(), st.integers(1, max(staleness, 1)))),
             max_in_flight=draw(st.one_of(st.none(), st.integers(1, 8))),
+            swap=draw(st.sampled_from(swaps)),
             filter_zero_variance=True,
             on_filtered=draw(st.sampled_from(["refill", "shrink"])),
             max_groups_per_step=draw(st.one_of(st.none(), st.integers(per_step, per_step + 4))),
@@ -165,6 +169,13 @@ FEWER = settings(EXAMPLES, max_examples=150)
 @EXAMPLES
 @given(cases().filter(lambda case: not case.failing))
 def test_the_invariants_hold_for_every_combination_of_settings_durations_and_filters(case: Case) -> None:
+    world, result = case.run()
+    check_everything(case, world, result)
+
+
+@FEWER
+@given(cases(swaps=("in_flight",)).filter(lambda case: not case.failing))
+def test_the_invariants_hold_when_weights_are_swapped_while_groups_are_generated(case: Case) -> None:
     world, result = case.run()
     check_everything(case, world, result)
 

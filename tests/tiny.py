@@ -7,7 +7,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'][0] }}>{{ message['content'] }}<eos>{% endfor %}"
@@ -55,9 +63,21 @@ def tiny_llama(path: Path, *, tie: bool = False, layers: int = 2, hidden: int = 
     return path
 
 
-def tiny_qwen3(path: Path, *, tie: bool = True, layers: int = 2, hidden: int = 32, seed: int = 0) -> Path:
+def tiny_qwen3(
+    path: Path, *, tie: bool = True, layers: int = 2, hidden: int = 32, head_dim: int = 8, seed: int = 0
+) -> Path:
     """Save a random float32 Qwen3 (q/k norms) with its tokenizer into `path`; returns `path`."""
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(**_sizes(layers, hidden, tie), head_dim=8)).save_pretrained(path)
+    Qwen3ForCausalLM(Qwen3Config(**_sizes(layers, hidden, tie), head_dim=head_dim)).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def tiny_qwen3_moe(path: Path, *, tie: bool = False, layers: int = 2, hidden: int = 128, seed: int = 0) -> Path:
+    """Save a random float32 Qwen3-MoE (4 experts, 2 a token) with its tokenizer into `path`; returns `path`."""
+    torch.manual_seed(seed)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)
+    config = Qwen3MoeConfig(**_sizes(layers, hidden, tie), **experts, head_dim=32, norm_topk_prob=True)
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path

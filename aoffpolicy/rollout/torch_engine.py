@@ -24,6 +24,7 @@ from aoffpolicy.devices import DeviceKind, synchronize, torch_device
 from aoffpolicy.errors import DataError, EngineError
 from aoffpolicy.rollout.batch import ContinuousBatch, Group
 from aoffpolicy.rollout.causal_lm import CausalLM
+from aoffpolicy.rollout.engine import Receiver, loading_here
 from aoffpolicy.rollout.kv_cache import CacheShape
 from aoffpolicy.samples import Prompt, SampleGroup
 from aoffpolicy.transport.manifest import Named
@@ -109,7 +110,7 @@ class TorchEngine:
         """The engine of a run: it has room for the longest prompt that the data let in and the longest completion."""
         return cls(
             config.model.path,
-            device=device,
+            device=torch_device(cast(DeviceKind, device.type), device.index or 0),
             dtype=getattr(torch, config.model.dtype),
             slots=config.rollout.max_sequences,
             group_size=config.data.group_size,
@@ -135,6 +136,9 @@ class TorchEngine:
 
     def specs(self) -> tuple[TensorSpec, ...]:
         return self._model.specs()
+
+    async def receiver(self, backend: str, device: torch.device) -> Receiver:
+        return loading_here(self, backend, device)
 
     async def generate(self, prompt: Prompt, sampling: Sampling) -> SampleGroup:
         """Sample one group; cancellation frees its slots before the next token.

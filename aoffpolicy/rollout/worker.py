@@ -7,9 +7,9 @@ import torch
 
 from aoffpolicy import child
 from aoffpolicy.child import Bootstrap, Handlers
-from aoffpolicy.devices import COLLECTIVE_BACKEND, torch_device
+from aoffpolicy.devices import COLLECTIVE_BACKEND
 from aoffpolicy.errors import EngineError
-from aoffpolicy.rollout.engine import Engine, engine_class
+from aoffpolicy.rollout.engine import Engine, Receiver, engine_class
 from aoffpolicy.transport.messages import (
     Abort,
     Done,
@@ -23,7 +23,6 @@ from aoffpolicy.transport.messages import (
     Started,
     Stop,
 )
-from aoffpolicy.transport.weights import WeightMember
 
 
 class RolloutWorker:
@@ -36,16 +35,16 @@ class RolloutWorker:
     def __init__(self, bootstrap: Bootstrap) -> None:
         self._bootstrap = bootstrap
         self._engine: Engine | None = None
-        self._member: WeightMember | None = None
+        self._receiver: Receiver | None = None
 
     @property
     def handlers(self) -> Handlers:
         return {
             Start: self.start,
             Generate: self.generate,
-            Prepare: self._in_member,
-            Join: self._in_member,
-            Abort: self._in_member,
+            Prepare: self._in_receiver,
+            Join: self._in_receiver,
+            Abort: self._in_receiver,
             ReceiveWeights: self.receive_weights,
             Stop: self.stop,
         }
@@ -54,21 +53,19 @@ class RolloutWorker:
         """Load the model, warm up, and get ready to receive weights."""
         engine = self._engine = await anyio.to_thread.run_sync(self._build)
         weights = self._bootstrap.config.weights
-        kind = self._bootstrap.device_kind
-        self._member = WeightMember(
-            "receive",
-            backend=COLLECTIVE_BACKEND[kind] if weights.backend == "auto" else weights.backend,
-            specs=engine.specs(),
-            load=engine.load_weights,
-            device=torch.device(kind) if kind == "cpu" else torch.device(kind, self._bootstrap.device_index),
-        )
+        backend = COLLECTIVE_BACKEND[self._bootstrap.device_kind] if weights.backend == "auto" else weights.backend
+        self._receiver = await engine.receiver(backend, self._device)
         return Started(capacity=engine.capacity, context_length=engine.context_length)
+
+    @property
+    def _device(self) -> torch.device:
+        kind = self._bootstrap.device_kind
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, self._bootstrap.device_index)
 
     def _build(self) -> Engine:
         torch.set_num_threads(self._bootstrap.threads)
-        device = torch_device(self._bootstrap.device_kind, self._bootstrap.device_index)
         config = self._bootstrap.config
-        return engine_class(config.rollout.engine).from_config(config, device)
+        return engine_class(config.rollout.engine).from_config(config, self._device)
 
     async def generate(self, request: Generate) -> Generated:
         """Sample one group."""
@@ -76,22 +73,22 @@ class RolloutWorker:
 
     async def receive_weights(self, request: ReceiveWeights) -> Message:
         """Receive and load all weights, then generate under the new version."""
-        received = await self._in_member(request)
+        received = await self._in_receiver(request)
         self._started_engine().version = request.version
         return received
 
     async def stop(self, request: Stop) -> Done:
         """Release the engine and leave the weight group."""
-        if self._member is not None:
-            self._member.close()
+        if self._receiver is not None:
+            await self._receiver.close()
         if self._engine is not None:
             await anyio.to_thread.run_sync(self._engine.close)
         return Done()
 
-    async def _in_member(self, request: Message) -> Message:
-        if self._member is None:
+    async def _in_receiver(self, request: Message) -> Message:
+        if self._receiver is None:
             raise EngineError(f"{type(request).__name__} came before Start")
-        return await self._member.handlers[type(request)](request)
+        return await self._receiver.handlers[type(request)](request)
 
     def _started_engine(self) -> Engine:
         if self._engine is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import anyio
@@ -22,11 +23,21 @@ class GroupAttempts:
 
     An attempt that runs past its deadline is cancelled before the next one starts, so that a late answer finds nobody
     who waits for it, and a group arrives at most once.
+
+    Args:
+        rollout: Generates groups.
+        settings: Deadlines and filters.
+        loaded: The version that the rollouts have now.
+        sent: The newest version that they may have, being sent or loaded.
     """
 
-    def __init__(self, rollout: Rollout, settings: SchedulerSettings) -> None:
+    def __init__(
+        self, rollout: Rollout, settings: SchedulerSettings, *, loaded: Callable[[], int], sent: Callable[[], int]
+    ) -> None:
         self._rollout = rollout
         self._settings = settings
+        self._loaded = loaded
+        self._sent = sent
         self._desk = anyio.Lock()
 
     async def group(self, request: GroupRequest, oldest_allowed: int) -> Outcome:
@@ -41,7 +52,8 @@ class GroupAttempts:
         """
         attempt = 0
         while True:
-            outcome = await self._attempt(replace(request, attempt=attempt), oldest_allowed)
+            order = replace(request, attempt=attempt, version=self._loaded())
+            outcome = await self._attempt(order, oldest_allowed)
             if isinstance(outcome, Finished) or outcome.reason not in ("timed_out", "too_stale"):
                 return outcome
             if attempt + 1 == self._settings.max_attempts:
@@ -72,10 +84,11 @@ class GroupAttempts:
         uid = request.prompt.uid
         if group.prompt.uid != uid:
             raise SchedulerError(f"the rollout answered the order for prompt {uid} with prompt {group.prompt.uid}")
-        if stats.newest_version > request.version:
+        newest = self._sent()
+        if stats.newest_version > newest:
             raise SchedulerError(
                 f"prompt {uid} has tokens of version {stats.newest_version}, but the newest version that the rollouts "
-                f"were given is {request.version}"
+                f"were given is {newest}"
             )
         if stats.completion_tokens and stats.oldest_version < oldest_allowed:
             return "too_stale"

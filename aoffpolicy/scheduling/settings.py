@@ -32,6 +32,10 @@ class SchedulerSettings:
     max_in_flight: int | None = None
     """Groups being generated at once, evaluation included; None leaves queueing to the `Rollout`."""
 
+    swap: Literal["boundary", "in_flight"] = "boundary"
+    """Weights are swapped between generations, or while groups are in flight, which then have tokens of several
+    versions; the rollouts must be able to do that. What is evaluated is of one version either way."""
+
     filter_zero_variance: bool = False
     """Drop groups whose rewards are all equal: their advantages are zero."""
     keep: Callable[[SampleGroup], bool] | None = None

@@ -55,6 +55,8 @@ class Windows:
         now = anyio.current_time()
         wall = now - self._opened
         busy = _since(self._busy_before, self._phases.read())
+        evaluating = max(0.0, busy["rollout"] - busy["generate"])
+        swapping = busy["send"] + busy["load"]
         batch = BatchStats.of(ledger.stats, self._version)
         overlap = None
         if following is not None and ledger.finished:
@@ -81,10 +83,10 @@ class Windows:
             time_sync=busy["send"],
             time_load=busy["load"],
             time_checkpoint=busy["checkpoint"],
-            time_eval=max(0.0, busy["rollout"] - busy["generate"]),
-            time_rollout=busy["generate"],
+            time_eval=evaluating,
+            time_rollout=max(0.0, busy["occupied"] - swapping - evaluating),
             time_wait_rollout=max(0.0, wall - busy["train"] - busy["send"] - busy["checkpoint"]),
-            time_wait_trainer=max(0.0, wall - busy["rollout"] - busy["send"] - busy["load"]),
+            time_wait_trainer=max(0.0, wall - busy["occupied"]),
             overlap_efficiency=overlap,
             metrics=self.metrics,
         )

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -132,8 +133,8 @@ class Coordinator:
         try:
             prepare = dict.fromkeys(self._everybody, Prepare(term=self._term))
             ready = await self._ask_all(self._not_formed("PREPARE"), prepare, deadline, RendezvousError)
-            root, manifest = self._agree({peer: _expect(reply, Ready) for peer, reply in ready.items()})
-            requests = self._join_requests(root, manifest, (deadline - anyio.current_time()) * INNER)
+            members, manifest = self._agree({peer: _expect(reply, Ready) for peer, reply in ready.items()})
+            requests = self._join_requests(members, manifest, (deadline - anyio.current_time()) * INNER)
             joined = await self._ask_all(self._not_formed("JOIN"), requests, deadline, RendezvousError)
             for peer, reply in joined.items():
                 if _expect(reply, Joined).manifest_digest != manifest.digest:
@@ -151,8 +152,8 @@ class Coordinator:
     def _everybody(self) -> tuple[PeerId, ...]:
         return (*self._senders, *self._receivers)
 
-    def _agree(self, ready: Mapping[PeerId, Ready]) -> tuple[PeerId, Manifest]:
-        """The rank that sends, and the manifest that it and every receiver accept."""
+    def _agree(self, ready: Mapping[PeerId, Ready]) -> tuple[Mapping[PeerId, int], Manifest]:
+        """How many ranks each member brings, the sender first, and the manifest that it and every receiver accept."""
         for peer, reply in ready.items():
             if reply.backend != self._settings.backend:
                 raise RendezvousError(f"{peer} uses backend {reply.backend}, the others {self._settings.backend}")
@@ -163,16 +164,24 @@ class Coordinator:
         for peer in self._receivers:
             if fault := difference(hold, ready[peer].accepts):
                 raise WeightSyncError(f"{peer}: {fault}")
-        return roots[0], Manifest(hold, self._settings.bucket_bytes)
+        members = {roots[0]: 1, **{peer: ready[peer].ranks for peer in self._receivers}}
+        return members, Manifest(hold, self._settings.bucket_bytes)
 
-    def _join_requests(self, root: PeerId, manifest: Manifest, timeout_s: float) -> dict[PeerId, Message]:
-        members = (root, *self._receivers)
+    def _join_requests(
+        self, members: Mapping[PeerId, int], manifest: Manifest, timeout_s: float
+    ) -> dict[PeerId, Message]:
+        names = [
+            str(peer) if count == 1 else f"{peer} (tensor-parallel rank {index})"
+            for peer, count in members.items()
+            for index in range(count)
+        ]
+        first_rank = dict(zip(members, accumulate(members.values(), initial=0), strict=False))
         prefix = f"weights/{self._term}/{secrets.token_hex(16)}"
         return {
             peer: Join(
                 term=self._term,
-                rank=rank,
-                members=tuple(map(str, members)),
+                rank=first_rank[peer],
+                members=tuple(names),
                 store_host=self._store.host,
                 store_port=self._store.port,
                 prefix=prefix,
@@ -181,7 +190,7 @@ class Coordinator:
                 bucket_bytes=manifest.bucket_bytes,
                 timeout_s=timeout_s,
             )
-            for rank, peer in enumerate(members)
+            for peer in members
         }
 
     # --- Updates ---------------------------------------------------------------------------------------------------

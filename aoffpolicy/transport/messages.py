@@ -141,6 +141,8 @@ class Ready(Message):
     """What a sending trainer rank will send, in order; empty from receivers."""
     accepts: tuple[TensorSpec, ...] = ()
     """What a receiver's model needs in full; empty from senders."""
+    ranks: int = 1
+    """Ranks of the group that a receiver brings: one for each worker of a tensor-parallel engine."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -157,6 +159,7 @@ class Join(Message):
 
     term: int
     rank: int
+    """The first rank of a receiver that brings several."""
     members: tuple[str, ...]
     """Role and rank ("rollout 1") of every rank of the group, for error messages; the length is the group's size."""
     store_host: str
