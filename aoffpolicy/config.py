@@ -139,6 +139,11 @@ class Status(Section):
     address: str = Field("", description="host:port of the status stream; empty: control.host and a free port")
 
 
+class Samples(Section):
+    max_bytes: int = Field(64 * 2**20, ge=0, description="size at which samples.jsonl is rotated; 0: no samples kept")
+    files: int = Field(2, ge=1, description="sample files kept, the one being written included")
+
+
 class Checkpoint(Section):
     every: int = Field(0, ge=0, description="steps between checkpoints; 0: only when interrupted")
     keep: int = Field(2, ge=1, description="checkpoints kept")
@@ -172,6 +177,7 @@ class Config(Section):
     control: Control = Control()
     supervisor: Supervisor = Supervisor()
     status: Status = Status()
+    samples: Samples = Samples()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
 
