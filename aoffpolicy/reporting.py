@@ -24,7 +24,7 @@ from aoffpolicy.records import PhaseEvent, StepRecord, verdict
 from aoffpolicy.run_folder import RunFolder
 from aoffpolicy.samples import Batch, SampleGroup
 from aoffpolicy.samples.log import record_of
-from aoffpolicy.timeline import Timeline, write_timeline
+from aoffpolicy.timeline import Span, Timeline, write_timeline
 from aoffpolicy.transport import events
 from aoffpolicy.transport.control import Hello, PeerId
 from aoffpolicy.transport.events import StatusPublisher, write_status_files
@@ -109,8 +109,8 @@ class Reporter:
                 await self._write_timeline()
 
     async def _write_timeline(self) -> None:
-        path, spans = self._folder.path / "timeline.json", self._timeline.snapshot()
-        await anyio.to_thread.run_sync(write_timeline, path, spans)
+        path, (tracks, spans) = self._folder.path / "timeline.json", self._timeline.snapshot()
+        await anyio.to_thread.run_sync(write_timeline, path, tracks, spans)
 
     async def _close_outlets(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -179,9 +179,8 @@ class Reporter:
             if event.name == "load":
                 self._loaded(event.version)
             track = "weights" if event.name in ("send", "load") else event.name
-            start_s = event.time - event.seconds
-            name = f"{event.name} {event.step}"
-            self._timeline.add(track, name, start_s, event.seconds, step=event.step, version=event.version)
+            name, start_s = f"{event.name} {event.step}", event.time - event.seconds
+            self._timeline.add(Span(track, name, start_s, event.seconds, event.step, event.version))
 
     def _loaded(self, version: int) -> None:
         self._version = version

@@ -11,14 +11,12 @@ from typing import Any
 import anyio
 import msgspec
 
+from aoffpolicy.timeline import Span
 from aoffpolicy.transport.control import PeerId
 from aoffpolicy.transport.events import WorkerEvent
 
 RATE_WINDOW_S = 30.0
 """Tokens a second are counted over this long."""
-
-Span = Callable[[str, str, float, float], None]
-"""track, name, start on the event loop's clock, seconds"""
 
 
 class WorkerBoard:
@@ -31,7 +29,7 @@ class WorkerBoard:
         span: Takes a busy time that has ended.
     """
 
-    def __init__(self, publish: Callable[[WorkerEvent], None], span: Span) -> None:
+    def __init__(self, publish: Callable[[WorkerEvent], None], span: Callable[[Span], None]) -> None:
         self._publish = publish
         self._span = span
         self._workers: dict[PeerId, WorkerEvent] = {}
@@ -63,7 +61,7 @@ class WorkerBoard:
             self._busy_since[peer] = anyio.current_time()
         elif not in_flight and peer in self._busy_since:
             since = self._busy_since.pop(peer)
-            self._span(str(peer), doing, since, anyio.current_time() - since)
+            self._span(Span(str(peer), doing, since, anyio.current_time() - since))
         known = self._workers.get(peer)
         if known is not None:
             state = "busy" if in_flight else "ready"

@@ -1,0 +1,106 @@
+"""What a run left in its folder, also while it is still going on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aoffpolicy.errors import DataError
+from aoffpolicy.records import StepTimes, verdict
+from aoffpolicy.samples.index import SampleIndex
+from aoffpolicy.samples.log import GroupRecord, files_of
+from aoffpolicy.timeline import Span, read_timeline
+
+SLOWEST = 8
+"""Groups shown with their texts."""
+
+Row = Mapping[str, Any]
+"""A line of metrics.jsonl."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """Read once; nothing here changes while the run goes on."""
+
+    name: str
+    rows: Sequence[Row]
+    """In the order of steps."""
+    spans: Sequence[Span]
+    """Empty before the launcher has written the first timeline.json."""
+    state: str
+    """"finished", "interrupted", or "not finished": failed, killed or still going on."""
+    slowest: Sequence[GroupRecord]
+    """Trained groups that took the longest to generate, the slowest first; empty where no samples are kept."""
+    config: str
+    """The resolved config as TOML."""
+
+    @property
+    def verdict(self) -> str:
+        return verdict([StepTimes.of_row(row) for row in self.rows])
+
+    def values(self, key: str) -> list[float | None]:
+        """A metric of every step; None where the step has none."""
+        return [number(row.get(key)) for row in self.rows]
+
+
+def number(value: object) -> float | None:
+    """A metric as a number; None for what is none."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def read_run(folder: Path) -> RecordedRun:
+    """Read a run's folder; blocks.
+
+    Raises:
+        DataError: It is no run folder, or a file in it is damaged; names file and row.
+    """
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        raise DataError(f"{folder}: no metrics.jsonl here; it is no run folder, or no step has been recorded yet")
+    timeline, config = folder / "timeline.json", folder / "config.toml"
+    return RecordedRun(
+        name=folder.resolve().name,
+        rows=read_metrics(metrics),
+        spans=read_timeline(timeline) if timeline.is_file() else (),
+        state=_state(folder / "summary.json"),
+        slowest=_slowest(folder),
+        config=config.read_text() if config.is_file() else "",
+    )
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of metrics.jsonl; a last line that is still being written is left out.
+
+    Raises:
+        DataError: A line is no JSON object with a step; names file and row.
+    """
+    rows: list[Row] = []
+    for index, line in enumerate(path.read_text().splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            break
+        try:
+            row = json.loads(line)
+            int(row["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}, row {index}: not a step's metrics: {error!r}") from error
+        rows.append(row)
+    return rows
+
+
+def _state(summary: Path) -> str:
+    if not summary.is_file():
+        return "not finished"
+    try:
+        return str(json.loads(summary.read_text())["state"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{summary}: not the summary of a run: {error!r}") from error
+
+
+def _slowest(folder: Path) -> list[GroupRecord]:
+    if not files_of(folder):
+        return []
+    with SampleIndex(folder, purpose="train", order="slowest") as index:
+        return [index[position] for position in range(min(SLOWEST, len(index)))]
