@@ -24,6 +24,7 @@ from aoffpolicy.records import PhaseEvent, StepRecord, verdict
 from aoffpolicy.run_folder import RunFolder
 from aoffpolicy.samples import Batch, SampleGroup
 from aoffpolicy.samples.log import record_of
+from aoffpolicy.sinks import OpenSink, open_sinks
 from aoffpolicy.timeline import Span, Timeline, write_timeline
 from aoffpolicy.transport import events
 from aoffpolicy.transport.control import Hello, PeerId
@@ -71,25 +72,35 @@ class Reporter:
         self._version = -1
         """Loaded into the rollouts."""
         self._samples: Outlet[_Groups] = Outlet("samples", partial(_write_groups, folder))
-        self._outlets: tuple[Outlet[Any], ...] = (self._samples,)
+        self._sinks: list[OpenSink] = []
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._stack.enter_async_context(self._publisher)
-        self._stack.push_async_callback(self._close_outlets)
-        tasks = await self._stack.enter_async_context(background_tasks())
-        tasks.start_soon(self._pulse)
-        write_status_files(
-            self._folder.path,
-            self._publisher.address,
-            server_public=self._keys.public if self._keys else None,
-            reader=self._reader,
-            run_id=self._run_id,
-        )
+        """Open what others read.
+
+        Raises:
+            ConfigError: An address cannot be bound, or a sink cannot be had.
+        """
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._publisher)
+            stack.push_async_callback(self._close_outlets)
+            self._sinks = await anyio.to_thread.run_sync(open_sinks, self._config, self._folder.path)
+            tasks = await stack.enter_async_context(background_tasks())
+            tasks.start_soon(self._pulse)
+            write_status_files(
+                self._folder.path,
+                self._publisher.address,
+                server_public=self._keys.public if self._keys else None,
+                reader=self._reader,
+                run_id=self._run_id,
+            )
+            self._stack = stack.pop_all()
         self._run("starting")
         self._printer.say(
             f"run folder {self._folder.path}; watch it with: python -m aoffpolicy.status {self._folder.path}"
         )
+        for sink in self._sinks:
+            self._printer.say(f"metrics to {sink.name}: {sink.place}")
         return self
 
     async def __aexit__(
@@ -115,12 +126,15 @@ class Reporter:
     async def _close_outlets(self) -> None:
         with anyio.CancelScope(shield=True):
             await self._write_timeline()
-            for outlet in self._outlets:
+            for outlet in self._outlets():
                 await anyio.to_thread.run_sync(outlet.close, OUTLET_CLOSE_S)
             self._tell_outlet_news()
 
+    def _outlets(self) -> list[Outlet[Any]]:
+        return [self._samples, *(sink.outlet for sink in self._sinks)]
+
     def _tell_outlet_news(self) -> None:
-        for outlet in self._outlets:
+        for outlet in self._outlets():
             if news := outlet.take_news():
                 self._publisher.publish(events.ErrorEvent(role="controller", rank=0, cause=news))
                 self._printer.say(news)
@@ -191,6 +205,8 @@ class Reporter:
         self._records.append(record)
         self._folder.append_metrics(row)
         self._publisher.publish(events.StepEvent(step=record.step, metrics=row))
+        for sink in self._sinks:
+            sink.outlet.put((record.step, row))
         self._printer.step(record)
 
     # --- End -------------------------------------------------------------------------------------------------------

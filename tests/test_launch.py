@@ -87,6 +87,14 @@ def assert_every_worker_has_a_track(folder: Path) -> None:
     assert drawn >= {"generate", "train", "weights", "trainer 0", "rollout 0", "reward 0"}
 
 
+def test_a_sink_that_always_fails_is_told_and_stops_nothing(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, run={"steps": 2}, metrics={"sinks": ["tests.broken_sink:BrokenSink"]})
+    done = run.run()
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in run.metrics()] == [0, 1]
+    assert "tests.broken_sink:BrokenSink: ConnectionError: no route to host" in done.stdout
+
+
 def test_with_learning_rate_zero_trainer_and_engine_stay_together(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, run={"steps": 5}, trainer={"lr": 0.0})
     done = run.run()
