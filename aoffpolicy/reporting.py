@@ -95,6 +95,7 @@ class Reporter:
                 run_id=self._run_id,
             )
             self._stack = stack.pop_all()
+        (self._folder.path / "summary.json").unlink(missing_ok=True)  # of the run that this one goes on with
         self._run("starting")
         self._printer.say(
             f"run folder {self._folder.path}; watch it with: python -m aoffpolicy.status {self._folder.path}"
@@ -215,7 +216,10 @@ class Reporter:
         role, rank = (cause.role, cause.rank) if isinstance(cause, RoleError) else ("controller", 0)
         if isinstance(cause, PeerLostError | ProcessDiedError):
             self._board.tell(PeerId(role, rank), state="lost", detail=cause.cause)
-        self._publisher.publish(events.ErrorEvent(role=role, rank=rank, cause=f"{type(cause).__name__}: {cause}"))
+        said = f"{type(cause).__name__}: {cause}"
+        failure = {"role": role, "rank": rank, "cause": said}
+        self._folder.write_json("summary.json", {"state": "failed", "steps": len(self._records), "failure": failure})
+        self._publisher.publish(events.ErrorEvent(role=role, rank=rank, cause=said))
         self._board.ended()
         self._run("failed")
 

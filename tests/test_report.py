@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from aoffpolicy.recorded import read_run
 from aoffpolicy.report import gantt, svg
-from aoffpolicy.report.__main__ import main
+from aoffpolicy.report.__main__ import SLOWEST, main
 from aoffpolicy.report.page import COLUMNS, ROLLOUT_TIMES, TRAINER_TIMES, render
-from aoffpolicy.report.recorded import read_run
 from aoffpolicy.report.svg import Series, line_chart, stacked_bars, ticks
 from aoffpolicy.timeline import Span
 from tests.recorded import group, row, run_folder
@@ -55,7 +55,7 @@ class Elements(HTMLParser):
 
 
 def page_of(folder: Path) -> str:
-    return render(read_run(folder))
+    return render(read_run(folder, SLOWEST))
 
 
 # --- Figures -------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from importlib import resources
 
+from aoffpolicy.recorded import RecordedRun, Row, number
 from aoffpolicy.report import gantt, texts
-from aoffpolicy.report.recorded import RecordedRun, Row, number
 from aoffpolicy.report.svg import Series, escape, figure, legend, line_chart, stacked_bars
 
 TABLE_ROWS = 500
@@ -65,9 +65,12 @@ def render(run: RecordedRun) -> str:
 
 
 def _head(run: RecordedRun) -> str:
+    failure = f"{run.failure.role} {run.failure.rank}: {run.failure.cause}" if run.failure else ""
     return (
         f'<header><h1>{escape(run.name)}</h1><p class="dim" id="state">{escape(run.state)}, '
-        f'{len(run.rows)} steps</p><p id="verdict">{escape(run.verdict)}</p></header>'
+        f'{len(run.rows)} steps</p><p id="verdict">{escape(run.verdict)}</p>'
+        + (f'<p class="failure">{escape(failure)}</p>' if failure else "")
+        + "</header>"
     )
 
 

@@ -83,6 +83,18 @@ class StatusSubscriber:
                 raise self._silence(timeout_s)
         return events
 
+    def take(self, timeout_s: float) -> AnyEvent | None:
+        """The next event, or None if there is none in time: for who has something else to do meanwhile.
+
+        Raises:
+            PeerLostError: The publisher went away.
+            ProtocolError: The publisher does not accept the key, or speaks another schema.
+        """
+        event = self._take()
+        if event is None and self._poll(timeout_s):
+            event = self._take()
+        return event
+
     def blocking(self) -> Iterator[AnyEvent]:
         """Iterate without an event loop; raises what `snapshot` raises."""
         while True:

@@ -1,7 +1,8 @@
-"""What a run left in its folder, also while it is still going on."""
+"""What a run left in its folder, read back; also while it is still going on."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,17 @@ from aoffpolicy.samples.index import SampleIndex
 from aoffpolicy.samples.log import GroupRecord, files_of
 from aoffpolicy.timeline import Span, read_timeline
 
-SLOWEST = 8
-"""Groups shown with their texts."""
-
 Row = Mapping[str, Any]
 """A line of metrics.jsonl."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Who failed, and how."""
+
+    role: str
+    rank: int
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +38,15 @@ class RecordedRun:
     spans: Sequence[Span]
     """Empty before the launcher has written the first timeline.json."""
     state: str
-    """"finished", "interrupted", or "not finished": failed, killed or still going on."""
+    """"finished", "interrupted", "failed", or "not finished": killed or still going on."""
+    failure: Failure | None
+    """Why it failed, if it did."""
     slowest: Sequence[GroupRecord]
     """Trained groups that took the longest to generate, the slowest first; empty where no samples are kept."""
     config: str
     """The resolved config as TOML."""
+    changed: float
+    """Unix time of the newest row."""
 
     @property
     def verdict(self) -> str:
@@ -51,8 +62,12 @@ def number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def read_run(folder: Path) -> RecordedRun:
+def read_run(folder: Path, slowest: int = 0) -> RecordedRun:
     """Read a run's folder; blocks.
+
+    Args:
+        folder: The run's folder.
+        slowest: Groups to look for in the samples.
 
     Raises:
         DataError: It is no run folder, or a file in it is damaged; names file and row.
@@ -60,14 +75,17 @@ def read_run(folder: Path) -> RecordedRun:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         raise DataError(f"{folder}: no metrics.jsonl here; it is no run folder, or no step has been recorded yet")
+    state, failure = _summary(folder / "summary.json")
     timeline, config = folder / "timeline.json", folder / "config.toml"
     return RecordedRun(
         name=folder.resolve().name,
         rows=read_metrics(metrics),
         spans=read_timeline(timeline) if timeline.is_file() else (),
-        state=_state(folder / "summary.json"),
-        slowest=_slowest(folder),
+        state=state,
+        failure=failure,
+        slowest=_slowest(folder, slowest) if slowest else (),
         config=config.read_text() if config.is_file() else "",
+        changed=metrics.stat().st_mtime,
     )
 
 
@@ -90,17 +108,32 @@ def read_metrics(path: Path) -> list[Row]:
     return rows
 
 
-def _state(summary: Path) -> str:
-    if not summary.is_file():
-        return "not finished"
+def is_held(folder: Path) -> bool:
+    """Whether a launcher that lives, on this machine, holds the run's folder."""
+    lock = folder / "lock"
+    if not lock.is_file():
+        return False
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _summary(path: Path) -> tuple[str, Failure | None]:
+    if not path.is_file():
+        return "not finished", None
     try:
-        return str(json.loads(summary.read_text())["state"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{summary}: not the summary of a run: {error!r}") from error
+        summary = json.loads(path.read_text())
+        failure = summary.get("failure")
+        return str(summary["state"]), Failure(**failure) if failure else None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not the summary of a run: {error!r}") from error
 
 
-def _slowest(folder: Path) -> list[GroupRecord]:
+def _slowest(folder: Path, count: int) -> list[GroupRecord]:
     if not files_of(folder):
         return []
     with SampleIndex(folder, purpose="train", order="slowest") as index:
-        return [index[position] for position in range(min(SLOWEST, len(index)))]
+        return [index[position] for position in range(min(count, len(index)))]
