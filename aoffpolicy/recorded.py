@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +59,9 @@ class RecordedRun:
 
 
 def number(value: object) -> float | None:
-    """A metric as a number; None for what is none."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """A metric as a finite number; None for what is none."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None  # type: ignore[arg-type]
 
 
 def read_run(folder: Path, slowest: int = 0) -> RecordedRun:

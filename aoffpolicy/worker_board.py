@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,20 @@ from aoffpolicy.timeline import Span
 from aoffpolicy.transport.control import PeerId
 from aoffpolicy.transport.events import WorkerEvent
 
-RATE_WINDOW_S = 30.0
-"""Tokens a second are counted over this long."""
+
+@dataclass(slots=True)
+class _Busy:
+    """From when a worker was given something to do until it had nothing left, on the event loop's clock."""
+
+    since: float
+    until: float | None = None
+    tokens: int = 0
+    """Of the groups that came out of it so far."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        until = anyio.current_time() if self.until is None else self.until
+        return self.tokens / max(until - self.since, 1e-9)
 
 
 class WorkerBoard:
@@ -33,9 +45,8 @@ class WorkerBoard:
         self._publish = publish
         self._span = span
         self._workers: dict[PeerId, WorkerEvent] = {}
-        self._busy_since: dict[PeerId, float] = {}
-        self._tokens: dict[PeerId, deque[tuple[float, int]]] = {}
-        """Time and completion tokens of the groups of the last `RATE_WINDOW_S`."""
+        self._busy: dict[PeerId, _Busy] = {}
+        """The newest busy time of each worker that had one."""
         self._host = os.uname().nodename
 
     def tell(self, peer: PeerId, **news: Any) -> None:
@@ -57,11 +68,12 @@ class WorkerBoard:
 
     def load(self, peer: PeerId, in_flight: int, doing: str) -> None:
         """A worker has so many requests in flight now; published with the next `refresh`."""
-        if in_flight and peer not in self._busy_since:
-            self._busy_since[peer] = anyio.current_time()
-        elif not in_flight and peer in self._busy_since:
-            since = self._busy_since.pop(peer)
-            self._span(Span(str(peer), doing, since, anyio.current_time() - since))
+        busy = self._busy.get(peer)
+        if in_flight and (busy is None or busy.until is not None):
+            self._busy[peer] = _Busy(anyio.current_time())
+        elif not in_flight and busy is not None and busy.until is None:
+            busy.until = anyio.current_time()
+            self._span(Span(str(peer), doing, busy.since, busy.until - busy.since))
         known = self._workers.get(peer)
         if known is not None:
             state = "busy" if in_flight else "ready"
@@ -74,27 +86,15 @@ class WorkerBoard:
 
     def tokens(self, peer: PeerId, count: int) -> None:
         """A worker has produced the tokens of a group."""
-        self._tokens.setdefault(peer, deque()).append((anyio.current_time(), count))
+        if (busy := self._busy.get(peer)) is not None:
+            busy.tokens += count
+            self._workers[peer] = msgspec.structs.replace(self._workers[peer], tokens_per_s=busy.tokens_per_s)
 
     def refresh(self) -> None:
         """Measure what can only be measured, and publish every worker; meant for once a second."""
         for peer, known in list(self._workers.items()):
-            fresh = msgspec.structs.replace(
-                known, tokens_per_s=self._tokens_per_s(peer), memory_bytes=self._memory_bytes(known)
-            )
-            self._workers[peer] = fresh
-            self._publish(fresh)
-
-    def __iter__(self) -> Iterator[WorkerEvent]:
-        return iter(self._workers.values())
-
-    def _tokens_per_s(self, peer: PeerId) -> float:
-        recent = self._tokens.get(peer)
-        if not recent:
-            return 0.0
-        while recent and recent[0][0] < anyio.current_time() - RATE_WINDOW_S:
-            recent.popleft()
-        return sum(count for _, count in recent) / RATE_WINDOW_S
+            self._workers[peer] = msgspec.structs.replace(known, memory_bytes=self._memory_bytes(known))
+            self._publish(self._workers[peer])
 
     def _memory_bytes(self, worker: WorkerEvent) -> int:
         """Resident memory of a process on this machine; 0 for others and for those that are gone."""

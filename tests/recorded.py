@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from aoffpolicy.samples.log import CompletionRecord, GroupRecord, SampleLog
 from aoffpolicy.timeline import Span, Timeline, write_timeline
+from aoffpolicy.transport.events import AnyEvent
 
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
@@ -84,3 +87,9 @@ def run_folder(folder: Path, steps: int = 12, *groups: GroupRecord, state: str =
         (folder / "summary.json").write_text(json.dumps({"state": state}))
     (folder / "config.toml").write_text('[run]\nname = "x"\n')
     return folder
+
+
+def recorded_events() -> list[AnyEvent]:
+    """What a subscriber got of a real run, `examples/quickstart.toml` with six steps; without workers' heartbeats."""
+    lines = (Path(__file__).parent / "data" / "quickstart-events.jsonl").read_text().splitlines()
+    return [msgspec.json.decode(line, type=AnyEvent) for line in lines]  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from aoffpolicy.recorded import number
 from aoffpolicy.text import printable
 from aoffpolicy.transport.events import (
     AnyEvent,
@@ -57,8 +56,8 @@ def describe(event: AnyEvent) -> str:
         case RunEvent():
             return f"{event.name} {event.state}, {event.steps} steps, {event.run_dir}"
         case StepEvent():
-            known = [(name, number(event.metrics.get(name))) for name in _FIRST_METRICS]
-            shown = [f"{name} {value:.4g}" for name, value in known if value is not None]
+            known = [(name, event.metrics.get(name)) for name in _FIRST_METRICS]
+            shown = [f"{name} {value:.4g}" for name, value in known if isinstance(value, int | float)]
             return f"{event.step} " + ("skipped" if event.metrics.get("skipped") else "  ".join(shown))
         case PhaseEvent():
             took = f" after {event.seconds:.2f} s" if event.state == "end" else ""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
+from aoffpolicy.recorded import number
 from aoffpolicy.status.bars import STYLES, phase_bar, sparkline
 from aoffpolicy.status.picture import Phase, Picture
-from aoffpolicy.text import printable
+from aoffpolicy.status.workers_table import LEAST_LINES, workers_table
+from aoffpolicy.text import duration, printable
 from aoffpolicy.transport.events import WorkerEvent
 
 MOST_COLUMNS = 160
@@ -20,9 +20,6 @@ MOST_COLUMNS = 160
 LABEL = 10
 STEPS_SHOWN = 4
 """Of the overlap bars."""
-FIRST_STATES = ("lost", "starting", "busy", "ready", "stopped")
-"""Workers in the order in which they are worth a look."""
-STATE_STYLES = {"lost": "bold red", "starting": "blue", "busy": "green"}
 RUN_STYLES = {"running": "green", "finished": "green", "failed": "bold red"}
 
 
@@ -41,15 +38,19 @@ class Screen:
         self._note = note
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        picture, now = self._picture, self._now
         width = min(options.max_width, MOST_COLUMNS)
-        above = [_head(self._picture, self._now, width), *_pipeline(self._picture, self._now, width)]
-        above += [*_overlap(self._picture, self._now, width), *_curves(self._picture, width)]
-        below = [*_verdict(self._picture, width), *_errors(self._picture, width)]
+        height = options.height or (console.height if console.is_terminal else 10_000)
+        head = _head(picture, now, width)
+        middle = [*_overlap(picture, now, width), *_curves(picture, width)]
+        below = [*_verdict(picture, width), *_errors(picture, width)]
         if self._note:
             below.append(_one_line(self._note, width, "dim"))
-        fixed = sum(len(console.render_lines(part, options.update(width=width))) for part in [*above, *below])
-        room = (options.height or 10_000) - fixed - 2
-        yield Group(*above, *_workers(self._picture, width, room), *below)
+        pipeline = _pipeline(picture, now, width)
+        room = height - 1 - len(middle) - len(below)
+        if room - len(pipeline) < min(len(picture.workers) + 2, LEAST_LINES):
+            pipeline = []  # on a low screen the workers matter more
+        yield Group(head, *pipeline, *middle, *workers_table(picture, width, room - len(pipeline)), *below)
 
 
 def _head(picture: Picture, now: float, width: int) -> Text:
@@ -57,7 +58,7 @@ def _head(picture: Picture, now: float, width: int) -> Text:
     if run is None:
         return Text("no news of a run yet", "dim")
     text = Text(printable(run.name), "bold").append(f"  {run.state}", RUN_STYLES.get(run.state, ""))
-    text.append(f"  step {max(picture.rows, default=-1) + 1} of {run.steps}")
+    text.append(f"  {max(picture.rows, default=-1) + 1} of {run.steps} steps")
     step_s = picture.median("time_step")
     left = run.steps - len(picture.rows) if not picture.rows else run.steps - max(picture.rows) - 1
     if run.state == "running" and step_s and left > 0:
@@ -172,49 +173,6 @@ def _curves(picture: Picture, width: int) -> list[Text]:
     return lines
 
 
-# --- Workers -------------------------------------------------------------------------------------------------------
-
-
-def _workers(picture: Picture, width: int, room: int) -> list[RenderableType]:
-    workers = sorted(picture.workers.values(), key=lambda w: (_urgency(w), w.role, w.rank))
-    if not workers:
-        return []
-    shown = workers if len(workers) < room else workers[: max(room - 2, 2)]
-    wide = width >= 120
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, width=width)
-    for name, justify in (("worker", "left"), ("state", "left"), ("load", "right"), ("version", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for name in ("tok/s", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("device", "host", "pid") if wide else ("device",):
-        table.add_column(name, no_wrap=True)
-    table.add_column("last word", ratio=1, no_wrap=True, overflow="ellipsis")
-    for worker in sorted(shown, key=lambda w: (w.role, w.rank)):
-        table.add_row(*_cells(worker, wide=wide))
-    rest = Counter(worker.state for worker in workers[len(shown) :])
-    more = [Text("and " + ", ".join(f"{n} more {state}" for state, n in rest.items()), "dim")] if rest else []
-    return [Text(""), table, *more]
-
-
-def _urgency(worker: WorkerEvent) -> int:
-    return FIRST_STATES.index(worker.state) if worker.state in FIRST_STATES else len(FIRST_STATES)
-
-
-def _cells(worker: WorkerEvent, *, wide: bool) -> list[Text | str]:
-    cells: list[Text | str] = [
-        f"{worker.role} {worker.rank}",
-        Text(worker.state, STATE_STYLES.get(worker.state, "")),
-        str(worker.load),
-        f"v{worker.version}" if worker.version >= 0 else "",
-        f"{worker.tokens_per_s:.0f}" if worker.tokens_per_s else "",
-        size(worker.memory_bytes) if worker.memory_bytes else "",
-        Text(worker.device),
-    ]
-    if wide:
-        cells += [Text(worker.host), str(worker.pid or "")]
-    return [*cells, Text(printable(worker.detail.splitlines()[-1]) if worker.detail else "", "dim")]
-
-
 # --- Verdict and errors --------------------------------------------------------------------------------------------
 
 
@@ -226,9 +184,9 @@ def _verdict(picture: Picture, width: int) -> list[Text]:
         lines += [_one_line(part, width, "bold") for part in parts]
         row = picture.steps[-1]
         waits = ", ".join(
-            f"{name} {float(row[key]):.1f} s"
+            f"{name} {seconds:.1f} s"
             for name, key in (("trainer waited", "time_wait_rollout"), ("rollouts waited", "time_wait_trainer"))
-            if row.get(key) is not None
+            if (seconds := number(row.get(key))) is not None
         )
         lines.append(_one_line(f"step {max(picture.rows)}: {waits}", width, "dim"))
     return lines
@@ -241,25 +199,6 @@ def _errors(picture: Picture, width: int) -> list[Text]:
         cause = printable(error.cause.splitlines()[0] if error.cause else "")
         lines.append(_one_line(f"{when}  {error.role} {error.rank}: {cause}", width, "red"))
     return lines
-
-
-# --- Words ---------------------------------------------------------------------------------------------------------
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 48 * 3600:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86400:.1f} days"
-
-
-def size(count: int) -> str:
-    """Bytes as people say them."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def _one_line(text: str, width: int, style: str) -> Text:

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from aoffpolicy.recorded import number
 from aoffpolicy.samples.log import GroupRecord
 from aoffpolicy.status.picture import Picture
-from aoffpolicy.status.screen import duration
-from aoffpolicy.text import printable
+from aoffpolicy.text import duration, printable
 from aoffpolicy.transport.events import PhaseEvent, WorkerEvent
 
 SILENCE_S = 5.0

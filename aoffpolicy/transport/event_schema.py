@@ -86,7 +86,7 @@ class WorkerEvent(Event, tag="worker"):
     load: int = 0
     """Requests in flight: groups for rollout and reward workers, 1 for a trainer rank that trains."""
     tokens_per_s: float = 0.0
-    """Completion tokens of the groups that a rollout worker finished in the last 30 seconds, a second."""
+    """Completion tokens a second of a rollout worker, over its newest busy time and the groups that came out of it."""
     memory_bytes: int = 0
     """Resident memory of the process; 0 where it is not on the launcher's machine."""
 
