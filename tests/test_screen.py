@@ -113,7 +113,7 @@ def test_the_screen_says_what_everybody_does_since_when() -> None:
     recorded = next(i for i, e in enumerate(events) if isinstance(e, StepEvent) and e.step == 2)
     picture = picture_of(events[: recorded + 1])
     shown = "\n".join(draw(picture, 160, now=began.time + 4.2))
-    assert "trains step 3, 4.2 s" in shown
+    assert "train 3, 4.2 s" in shown
     assert "3 of 6 steps" in shown
     assert "running" in shown
     reward = picture.values("reward_mean")[-1]
@@ -124,7 +124,7 @@ def test_an_ended_run_is_shown_as_ended() -> None:
     shown = "\n".join(draw(picture_of(recorded_events()), 160))
     assert "finished" in shown and "6 of 6 steps" in shown
     assert shown.count("stopped") >= 3
-    assert "trains" not in shown and "to go" not in shown
+    assert "train 5," not in shown and "to go" not in shown
 
 
 def test_silence_is_said() -> None:

@@ -57,7 +57,7 @@ def _head(picture: Picture, now: float, width: int) -> Text:
     run = picture.run
     if run is None:
         return Text("no news of a run yet", "dim")
-    text = Text(printable(run.name), "bold").append(f"  {run.state}", RUN_STYLES.get(run.state, ""))
+    text = Text().append(printable(run.name), "bold").append(f"  {run.state}", RUN_STYLES.get(run.state, ""))
     text.append(f"  {max(picture.rows, default=-1) + 1} of {run.steps} steps")
     step_s = picture.median("time_step")
     left = run.steps - len(picture.rows) if not picture.rows else run.steps - max(picture.rows) - 1
@@ -76,7 +76,7 @@ def _pipeline(picture: Picture, now: float, width: int) -> list[Text]:
     """Three boxes, samples going right and weights going back; of a run's folder nobody knows the workers."""
     if not picture.workers:
         return []
-    box = (width - 14) // 3
+    box = (width - 10) // 3
     contents = [
         (("rollout", STYLES["generate"]), _rollout_lines(picture, now)),
         (("reward", ""), _reward_lines(picture)),
@@ -85,10 +85,10 @@ def _pipeline(picture: Picture, now: float, width: int) -> list[Text]:
     top, bottom = Text(" "), Text(" ")
     middle = [Text(" "), Text(" ")]
     for index, ((name, style), lines) in enumerate(contents):
-        joint = "      " if index else ""
+        joint = "    " if index else ""
         top.append(joint).append("╭ ").append(name, f"bold {style}").append(" " + "─" * (box - len(name) - 4) + "╮")
         for line, content in zip(middle, lines, strict=True):
-            arrow = " ───► " if index and line is middle[0] else joint
+            arrow = " ─► " if index and line is middle[0] else joint
             line.append(arrow).append("│ ").append(_fit(content, box - 4)).append(" │")
         bottom.append(joint).append("╰" + "─" * (box - 2) + "╯")
     return [top, *middle, bottom, _weights_line(picture, now, width, box)]
@@ -96,8 +96,8 @@ def _pipeline(picture: Picture, now: float, width: int) -> list[Text]:
 
 def _rollout_lines(picture: Picture, now: float) -> tuple[str, str]:
     workers = picture.of_role("rollout")
-    doing = _doing(picture, now, ("load", "loads weights of"), ("eval", "evaluates"), ("generate", "generates"))
-    return doing, f"{_count(workers, 'worker')}, {sum(w.load for w in workers)} in flight"
+    doing = _doing(picture, now, "load", "eval", "generate")
+    return doing, f"{_count(workers, 'worker')}, load {sum(w.load for w in workers)}"
 
 
 def _reward_lines(picture: Picture) -> tuple[str, str]:
@@ -107,14 +107,15 @@ def _reward_lines(picture: Picture) -> tuple[str, str]:
 
 
 def _trainer_lines(picture: Picture, now: float) -> tuple[str, str]:
-    doing = _doing(picture, now, ("checkpoint", "saves after"), ("send", "sends weights of"), ("train", "trains"))
+    doing = _doing(picture, now, "checkpoint", "send", "train")
     return doing, _count(picture.of_role("trainer"), "rank")
 
 
-def _doing(picture: Picture, now: float, *phases: tuple[str, str]) -> str:
-    for name, verb in phases:
+def _doing(picture: Picture, now: float, *phases: str) -> str:
+    """The first of these phases that goes on, its step, and for how long."""
+    for name in phases:
         if (phase := picture.going_on(name)) is not None:
-            return f"{verb} step {phase.step}, {max(0.0, now - phase.time):.1f} s"
+            return f"{name} {phase.step}, {max(0.0, now - phase.time):.1f} s"
     return "stopped" if picture.ended else "waits"
 
 
@@ -126,7 +127,7 @@ def _weights_line(picture: Picture, now: float, width: int, box: int) -> Text:
         said = " weights on their way "
     elif sent is not None:
         said += f"sent in {sent.seconds:.2f} s "
-    left, right = 1 + box // 2, 1 + 2 * (box + 6) + box // 2
+    left, right = 1 + box // 2, 1 + 2 * (box + 4) + box // 2
     line = "◄" + said.center(right - left - 1, "═") + "╯"
     return Text(" " * (left - 1)).append("╰" + line, STYLES["send"])
 
