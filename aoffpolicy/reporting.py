@@ -213,15 +213,17 @@ class Reporter:
     # --- End -------------------------------------------------------------------------------------------------------
 
     def failed(self, cause: BaseException) -> None:
-        role, rank = (cause.role, cause.rank) if isinstance(cause, RoleError) else ("controller", 0)
+        role, rank, said = ("controller", 0, str(cause))
+        if isinstance(cause, RoleError):
+            role, rank, said = cause.role, cause.rank, cause.cause
         if isinstance(cause, PeerLostError | ProcessDiedError):
             self._board.tell(PeerId(role, rank), state="lost", detail=cause.cause)
-        said = f"{type(cause).__name__}: {cause}"
+        said = f"{type(cause).__name__}: {said}"
         failure = {"role": role, "rank": rank, "cause": said}
-        self._folder.write_json("summary.json", {"state": "failed", "steps": len(self._records), "failure": failure})
         self._publisher.publish(events.ErrorEvent(role=role, rank=rank, cause=said))
         self._board.ended()
         self._run("failed")
+        self._folder.write_json("summary.json", {"state": "failed", "steps": len(self._records), "failure": failure})
 
     def ended(self, *, interrupted: bool, reward_errors: Counter[str]) -> None:
         state = "interrupted" if interrupted else "finished"
