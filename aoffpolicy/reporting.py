@@ -71,7 +71,8 @@ class Reporter:
         self._board = WorkerBoard(self._publisher.publish, self._timeline.add)
         self._version = -1
         """Loaded into the rollouts."""
-        self._samples: Outlet[_Groups] = Outlet("samples", partial(_write_groups, folder))
+        self._samples: Outlet[_Groups] = Outlet("samples.jsonl", partial(_write_groups, folder))
+        self._timeline_file: Outlet[_Spans] = Outlet("timeline.json", partial(_write_spans, folder))
         self._sinks: list[OpenSink] = []
         self._stack = AsyncExitStack()
 
@@ -118,21 +119,17 @@ class Reporter:
             self._board.refresh()
             self._tell_outlet_news()
             if beats % TIMELINE_EVERY == 0:
-                await self._write_timeline()
-
-    async def _write_timeline(self) -> None:
-        path, (tracks, spans) = self._folder.path / "timeline.json", self._timeline.snapshot()
-        await anyio.to_thread.run_sync(write_timeline, path, tracks, spans)
+                self._timeline_file.put(self._timeline.snapshot())
 
     async def _close_outlets(self) -> None:
         with anyio.CancelScope(shield=True):
-            await self._write_timeline()
+            self._timeline_file.put(self._timeline.snapshot())
             for outlet in self._outlets():
                 await anyio.to_thread.run_sync(outlet.close, OUTLET_CLOSE_S)
             self._tell_outlet_news()
 
     def _outlets(self) -> list[Outlet[Any]]:
-        return [self._samples, *(sink.outlet for sink in self._sinks)]
+        return [self._samples, self._timeline_file, *(sink.outlet for sink in self._sinks)]
 
     def _tell_outlet_news(self) -> None:
         for outlet in self._outlets():
@@ -254,6 +251,14 @@ class Reporter:
                 name=self._config.run.name, state=state, steps=self._config.run.steps, run_dir=str(self._folder.path)
             )
         )
+
+
+_Spans = tuple[dict[int, str], list[tuple[int, Span]]]
+"""What `Timeline.snapshot` returns."""
+
+
+def _write_spans(folder: RunFolder, snapshot: _Spans) -> None:
+    write_timeline(folder.path / "timeline.json", *snapshot)
 
 
 @dataclass(frozen=True, slots=True)
