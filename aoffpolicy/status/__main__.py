@@ -27,6 +27,8 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 FRAME_S = 0.25
 """Between two frames of the live view."""
+RECONNECT_S = 10.0
+"""For a connection that was lost, as over ssh."""
 RUNS = Path("runs")
 """Where the newest run is looked for when none is named."""
 
@@ -42,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             picture, note = _picture(place, options)
             Console().print(Screen(picture, picture.time, note))
         else:
-            with subscriber_for(place, options.key) as subscriber:
+            with subscriber_for(place, options.key, reconnect_s=RECONNECT_S) as subscriber:
                 _follow(subscriber, options)
     except AoffpolicyError as error:
         print(f"aoffpolicy.status: {error}", file=sys.stderr)
