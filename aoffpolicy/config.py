@@ -146,6 +146,22 @@ class Status(Section):
     address: str = Field("", description="host:port of the status stream; empty: control.host and a free port")
 
 
+class Samples(Section):
+    max_bytes: int = Field(64 * 2**20, ge=0, description="size at which samples.jsonl is rotated; 0: no samples kept")
+    files: int = Field(2, ge=1, description="sample files kept, the one being written included")
+
+
+class Metrics(Section):
+    sinks: list[str] = Field(
+        default_factory=list,
+        description="besides metrics.jsonl: tensorboard, wandb, trackio, prometheus, package.module:Class",
+    )
+    project: str = Field("aoffpolicy", min_length=1, description="project in wandb and trackio")
+    prometheus_address: str = Field(
+        "", description="host:port of the Prometheus endpoint; empty: control.host and a free port"
+    )
+
+
 class Checkpoint(Section):
     every: int = Field(0, ge=0, description="steps between checkpoints; 0: only when interrupted")
     keep: int = Field(2, ge=1, description="checkpoints kept")
@@ -179,6 +195,8 @@ class Config(Section):
     control: Control = Control()
     supervisor: Supervisor = Supervisor()
     status: Status = Status()
+    samples: Samples = Samples()
+    metrics: Metrics = Metrics()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
 
@@ -271,12 +289,13 @@ def _explain(location: tuple[int | str, ...], message: str, kind: str) -> str:
 
 def _conflicts(config: Config) -> Iterator[str]:
     """Faults that concern more than one section, or what the config points to."""
-    named = {
-        "rollout.engine": config.rollout.engine,
-        "trainer.backend": config.trainer.backend,
-        "algorithm.name": config.algorithm.name,
-    }
-    yield from filter(None, (registry.fault(key, name) for key, name in named.items()))
+    named = [
+        ("rollout.engine", config.rollout.engine),
+        ("trainer.backend", config.trainer.backend),
+        ("algorithm.name", config.algorithm.name),
+        *(("metrics.sinks", name) for name in config.metrics.sinks),
+    ]
+    yield from filter(None, (registry.fault(key, name) for key, name in named))
     if not config.model.path.is_dir():
         yield f"model.path: {config.model.path} is not a folder; `make model` builds the quickstart's"
     elif not (config.model.path / "config.json").is_file():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import numpy as np
@@ -63,10 +63,12 @@ class WorkerPool:
 
     Args:
         capacities: Requests that each worker takes at once.
+        on_load: Called with a worker and its requests in flight whenever that number changes.
     """
 
-    def __init__(self, capacities: Mapping[PeerId, int]) -> None:
+    def __init__(self, capacities: Mapping[PeerId, int], on_load: Callable[[PeerId, int], None]) -> None:
         self._capacities = dict(capacities)
+        self._on_load = on_load
         self._in_flight: Counter[PeerId] = Counter()
         self._turn = anyio.Condition()
 
@@ -77,12 +79,14 @@ class WorkerPool:
             while (peer := self._free(only)) is None:
                 await self._turn.wait()
             self._in_flight[peer] += 1
+            self._on_load(peer, self._in_flight[peer])
         try:
             yield peer
         finally:
             with anyio.CancelScope(shield=True):
                 async with self._turn:
                     self._in_flight[peer] -= 1
+                    self._on_load(peer, self._in_flight[peer])
                     self._turn.notify_all()
 
     def _free(self, only: int | None) -> PeerId | None:
@@ -94,6 +98,22 @@ class WorkerPool:
         return min(candidates, key=lambda peer: (self._in_flight[peer] / self._capacities[peer], peer), default=None)
 
 
+class GroupWatcher(Protocol):
+    """Is told what becomes of groups; must not block."""
+
+    def load(self, peer: PeerId, in_flight: int) -> None:
+        """A rollout or reward worker has so many requests in flight now."""
+        ...
+
+    def group(self, request: GroupRequest, group: SampleGroup) -> None:
+        """A group was generated and scored."""
+        ...
+
+    def batch(self, batch: Batch, advantages: Sequence[np.ndarray]) -> None:
+        """A step is about to train on this; advantages are float32 [G] for each group."""
+        ...
+
+
 class RemoteRollout:
     """`Rollout` over the control plane: one rollout worker samples a group, then a reward worker scores it.
 
@@ -103,6 +123,7 @@ class RemoteRollout:
         rollouts: Groups that each rollout worker takes at once.
         rewards: Groups that each reward worker takes at once.
         reward_errors: Counts, by reason, the completions that could not be scored.
+        watcher: Sees every group and every change of a worker's load.
     """
 
     def __init__(
@@ -112,26 +133,34 @@ class RemoteRollout:
         rollouts: Mapping[PeerId, int],
         rewards: Mapping[PeerId, int],
         reward_errors: Counter[str],
+        watcher: GroupWatcher,
     ) -> None:
         self._server = server
         self._config = config
         self._workers = len(rollouts)
-        self._rollouts = WorkerPool(rollouts)
-        self._rewards = WorkerPool(rewards)
+        self._rollouts = WorkerPool(rollouts, watcher.load)
+        self._rewards = WorkerPool(rewards, watcher.load)
         self._reward_errors = reward_errors
+        self._watcher = watcher
 
     async def generate(self, request: GroupRequest) -> SampleGroup:
         generated = await self._generate(request)
-        scored = await self._score(request, generated.group)
-        return self._with_rewards(generated.group, scored)
+        since = anyio.current_time()
+        scored = self._with_rewards(generated, await self._score(request, generated))
+        group = replace(scored, metadata={**scored.metadata, "score_s": anyio.current_time() - since})
+        self._watcher.group(request, group)
+        return group
 
-    async def _generate(self, request: GroupRequest) -> Generated:
+    async def _generate(self, request: GroupRequest) -> SampleGroup:
+        """The group as sampled; its metadata tell by which `rollout` and in how many seconds (`generate_s`)."""
         static = request.prompt.uid % self._workers if self._config.run.deterministic else None
         message = Generate(prompt=request.prompt, sampling=self._sampling(request))
         async with self._rollouts.worker(static) as peer:
+            since = anyio.current_time()
             reply = await self._server.call(peer, message, self._config.control.request_timeout_s)
+            seconds = anyio.current_time() - since
         assert isinstance(reply, Generated)
-        return reply
+        return replace(reply.group, metadata={**reply.group.metadata, "rollout": peer.rank, "generate_s": seconds})
 
     async def _score(self, request: GroupRequest, group: SampleGroup) -> Scored:
         message = Score(row=request.prompt.row, completions=tuple(sample.text for sample in group.samples))
@@ -208,16 +237,24 @@ class RemoteTrainer:
     """`Trainer` over the control plane: every rank gets its shard of the batch at the same time."""
 
     def __init__(
-        self, server: ControlServer, config: Config, algorithm: Algorithm, shards: Shards, checkpoints: Path
+        self,
+        server: ControlServer,
+        config: Config,
+        algorithm: Algorithm,
+        shards: Shards,
+        checkpoints: Path,
+        watcher: GroupWatcher,
     ) -> None:
         self._server = server
         self._config = config
         self._algorithm = algorithm
         self._shards = shards
         self._checkpoints = checkpoints
+        self._watcher = watcher
 
     async def train(self, step: int, batch: Batch) -> Mapping[str, float]:
         advantages = self._algorithm.advantages(batch.groups)
+        self._watcher.batch(batch, advantages)
         parts = balance([group_tokens(group) for group in batch.groups], self._shards.count)
         requests = {
             peer: self._part(step, batch.groups, advantages, parts[shard])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from aoffpolicy.scheduling.groups import DROP_REASONS, DropReason, GroupStats
 
@@ -139,7 +139,51 @@ class StepRecord:
 _NESTED = {"metrics", "groups_dropped", "evaluation", "initial_evaluation"}
 
 
-def verdict(records: Sequence[StepRecord], rollout_workers: int | None = None) -> str:
+class StepLike(Protocol):
+    """What a verdict needs to know of a step; a `StepRecord` has it."""
+
+    @property
+    def skipped(self) -> bool: ...
+    @property
+    def time_step(self) -> float: ...
+    @property
+    def time_train(self) -> float: ...
+    @property
+    def time_sync(self) -> float: ...
+    @property
+    def time_load(self) -> float: ...
+    @property
+    def time_eval(self) -> float: ...
+    @property
+    def time_rollout(self) -> float: ...
+    @property
+    def time_wait_rollout(self) -> float: ...
+    @property
+    def time_wait_trainer(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The same, from a row of metrics.jsonl or of a `StepEvent`. Seconds; see `StepRecord`."""
+
+    skipped: bool
+    time_step: float
+    time_train: float
+    time_sync: float
+    time_load: float
+    time_eval: float
+    time_rollout: float
+    time_wait_rollout: float
+    time_wait_trainer: float
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> StepTimes:
+        """Times that the row does not have are 0."""
+        times = {f.name: float(row.get(f.name) or 0.0) for f in fields(cls) if f.name != "skipped"}
+        return cls(skipped=bool(row.get("skipped")), **times)
+
+
+def verdict(records: Sequence[StepLike], rollout_workers: int | None = None) -> str:
     """Who waits for whom, and what would help, in one line.
 
     Args:

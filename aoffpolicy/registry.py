@@ -1,4 +1,4 @@
-"""What a name in the config stands for: a line here for each engine, backend and algorithm that comes with the package.
+"""What a name in the config stands for: a line here for everything that comes with the package.
 
 Users' own are named `package.module:Class` in the config and need no line. Nothing is imported before it is used.
 """
@@ -6,6 +6,7 @@ Users' own are named `package.module:Class` in the config and need no line. Noth
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,17 +18,35 @@ ROLLOUT_ENGINES = {
 }
 TRAINER_BACKENDS = {"fsdp2": "aoffpolicy.trainer.fsdp2:Fsdp2"}
 ALGORITHMS = {"grpo": "aoffpolicy.algorithms.grpo:Grpo"}
+METRIC_SINKS = {
+    "tensorboard": "aoffpolicy.sinks.tensorboard:TensorBoard",
+    "wandb": "aoffpolicy.sinks.wandb:WeightsAndBiases",
+    "trackio": "aoffpolicy.sinks.trackio:Trackio",
+    "prometheus": "aoffpolicy.sinks.prometheus:Prometheus",
+}
 
 REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "rollout.engine": ROLLOUT_ENGINES,
     "trainer.backend": TRAINER_BACKENDS,
     "algorithm.name": ALGORITHMS,
+    "metrics.sinks": METRIC_SINKS,
 }
 """By config key."""
+
+NEEDS = {
+    ("metrics.sinks", "tensorboard"): ("tensorboard", "tensorboard"),
+    ("metrics.sinks", "wandb"): ("wandb", "wandb"),
+    ("metrics.sinks", "trackio"): ("trackio", "trackio"),
+    ("metrics.sinks", "prometheus"): ("prometheus_client", "prometheus-client"),
+}
+"""Module and package that a name needs besides the package's own; each is an extra of the same name."""
 
 
 def fault(key: str, name: str) -> str | None:
     """What is wrong with a name, without importing anything; None where it may be right."""
+    module, package = NEEDS.get((key, name), ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        return f"{key}: {name!r} needs a package that is not installed: pip install {package}"
     if name in REGISTRIES[key] or ":" in name:
         return None
     return f"{key}: {name!r} is none of {', '.join(sorted(REGISTRIES[key]))}, and not package.module:Class"

@@ -145,9 +145,14 @@ class Run:
 
         algorithm = algorithms.build(self._config.algorithm)
         trainer = RemoteTrainer(
-            server, self._config, algorithm, Shards.of({t: started[t] for t in trainers}), self._folder.checkpoints
+            server,
+            self._config,
+            algorithm,
+            Shards.of({t: started[t] for t in trainers}),
+            self._folder.checkpoints,
+            reporter,
         )
-        rollout = RemoteRollout(server, self._config, rollouts, rewards, self._reward_errors)
+        rollout = RemoteRollout(server, self._config, rollouts, rewards, self._reward_errors, reporter)
         async with Coordinator(server.call, store, trainers, list(rollouts), self._group_settings(store)) as plane:
             self._printer.say("forming the weight group")
             await plane.form()
@@ -241,12 +246,13 @@ class Run:
 
     async def _drive(self, scheduler: Scheduler, plane: Coordinator, reporter: Reporter) -> None:
         self._folder.keep_metrics_before(scheduler.step)
+        await anyio.to_thread.run_sync(self._folder.samples.keep_before, scheduler.step)
         await plane.send(scheduler.version)
         await plane.load(scheduler.version)
         self._printer.say(
             f"policy version {scheduler.version} is on every rollout worker; step {scheduler.step} is next"
         )
-        reporter.running()
+        reporter.running(scheduler.version)
         _calm_garbage_collector()
         async with scheduler:
             self._scheduler = scheduler

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from aoffpolicy.config import Config, to_toml
 from aoffpolicy.errors import ConfigError
+from aoffpolicy.samples.log import SampleLog
 
 
 class RunFolder:
@@ -60,6 +61,11 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> SampleLog:
+        limits = self._config.samples
+        return SampleLog(self.path, max_bytes=limits.max_bytes, files=limits.files)
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         with self.metrics_path.open("a") as file:

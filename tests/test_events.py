@@ -88,9 +88,9 @@ async def test_a_late_subscriber_gets_the_last_value_of_each_and_then_the_news(h
         for event in old:
             s.publisher.publish(event)
         with s.subscriber() as subscriber:
-            replayed = await take(subscriber, 6)
-            assert [bare(event) for event in replayed] == [old[i] for i in (0, 3, 4, 5, 6, 7)]
-            assert [event.seq for event in replayed] == [1, 4, 5, 6, 7, 8]
+            replayed = await take(subscriber, 7)
+            assert [bare(event) for event in replayed] == [old[i] for i in (0, 2, 3, 4, 5, 6, 7)]
+            assert [event.seq for event in replayed] == [1, 3, 4, 5, 6, 7, 8]
             assert all(event.replay and event.run_id == "run-1" and event.schema == 1 for event in replayed)
             assert all(began <= event.time <= time.time() for event in replayed)
             news = StepEvent(step=2, metrics={"loss": 0.25})

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from aoffpolicy.samples.index import SampleIndex
 from tests.launching import ROOT, TinyRun, assert_gone, children_of, descendants, tiny_run
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
@@ -63,6 +65,34 @@ def test_a_small_run_finishes_with_control_weights_store_and_status_on_one_addre
     assert json.loads((run.folder / "status.json").read_text())["address"].startswith(
         "[::1]:" if host == "::1" else "127.0.0.1:"
     )
+    assert_samples_are_those_trained(run.folder, rows)
+    assert_every_worker_has_a_track(run.folder)
+
+
+def assert_samples_are_those_trained(folder: Path, rows: list[dict[str, Any]]) -> None:
+    with SampleIndex(folder, purpose="train") as index:
+        groups = list(index)
+    for row in rows:
+        rewards = [c.reward for group in groups if group.step == row["step"] for c in group.completions]
+        assert len(rewards) == 16
+        assert math.isclose(sum(rewards) / 16, row["reward_mean"])
+    assert all(group.rollout == 0 and group.generate_s > 0 and "+" in group.prompt for group in groups)
+    assert any(completion.advantage for group in groups for completion in group.completions)
+
+
+def assert_every_worker_has_a_track(folder: Path) -> None:
+    spans = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    tracks = {span["tid"]: span["args"]["name"] for span in spans if span["name"] == "thread_name"}
+    drawn = {tracks[span["tid"]] for span in spans if span["ph"] == "X"}
+    assert drawn >= {"generate", "train", "weights", "trainer 0", "rollout 0", "reward 0"}
+
+
+def test_a_sink_that_always_fails_is_told_and_stops_nothing(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, run={"steps": 2}, metrics={"sinks": ["tests.broken_sink:BrokenSink"]})
+    done = run.run()
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in run.metrics()] == [0, 1]
+    assert "tests.broken_sink:BrokenSink: ConnectionError: no route to host" in done.stdout
 
 
 def test_with_learning_rate_zero_trainer_and_engine_stay_together(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""The status stream's events, schema 1, and how they travel.
+"""The status stream's events, schema 1, and how they travel; `docs/status.md` has it field by field.
 
 For subscribers in any language: a ZeroMQ XPUB socket sends two frames, a topic and a msgpack map. Live events have the
 topic `event/<kind>`. A newcomer subscribes to `event/` and then to `replay/<something unique>`; on that topic, seen by
-nobody else, it gets the last value of each kind (of each worker for `worker`) with `replay` true, the oldest first, and
-at the end an empty second frame. An event that comes both live and replayed has the same `seq`.
+nobody else, it gets the last values (`last_value_key`) with `replay` true, the oldest first, and at the end an empty
+second frame. An event that comes both live and replayed has the same `seq`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from aoffpolicy.errors import ProtocolError
 
 SCHEMA = 1
 """Version of the events; a reader refuses others."""
+HISTORY_STEPS = 64
+"""Steps whose events a newcomer gets."""
 LIVE = b"event/"
 REPLAY = b"replay/"
 
@@ -79,6 +81,14 @@ class WorkerEvent(Event, tag="worker"):
     device: str = ""
     detail: str = ""
     """For instance its last progress line."""
+    version: int = -1
+    """Policy version that a rollout worker generates under; -1 before the first, and for other roles."""
+    load: int = 0
+    """Requests in flight: groups for rollout and reward workers, 1 for a trainer rank that trains."""
+    tokens_per_s: float = 0.0
+    """Completion tokens a second of a rollout worker, over its newest busy time and the groups that came out of it."""
+    memory_bytes: int = 0
+    """Resident memory of the process; 0 where it is not on the launcher's machine."""
 
 
 class ErrorEvent(Event, tag="error"):
@@ -120,6 +130,20 @@ def decode_event(data: bytes) -> AnyEvent:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a status event: {error}") from error
+
+
+def last_value_key(event: AnyEvent) -> tuple[str | int, ...]:
+    """Of all events with the same key, a newcomer gets the newest: the run; each worker; each role's last error; and of
+    the last `HISTORY_STEPS` steps each step and each phase, so that it can draw what it did not see."""
+    match event:
+        case WorkerEvent() | ErrorEvent():
+            return (kind_of(event), event.role, event.rank)
+        case StepEvent():
+            return (kind_of(event), event.step % HISTORY_STEPS)
+        case PhaseEvent():
+            return (kind_of(event), event.name, event.step % HISTORY_STEPS)
+        case RunEvent():
+            return (kind_of(event),)
 
 
 def kind_of(event: AnyEvent) -> str:

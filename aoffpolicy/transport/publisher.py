@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from aoffpolicy.errors import ConfigError
 from aoffpolicy.transport.address import Address, resolve
-from aoffpolicy.transport.event_schema import LIVE, REPLAY, AnyEvent, WorkerEvent, encode_event, kind_of
+from aoffpolicy.transport.event_schema import LIVE, REPLAY, AnyEvent, encode_event, kind_of, last_value_key
 from aoffpolicy.transport.security import Authenticator, KeyPair, secure_server
 from aoffpolicy.transport.tasks import background_tasks
 
@@ -48,7 +48,7 @@ class StatusPublisher:
         self._address: Address | None = None
         self._seq = 0
         self._last: dict[tuple[str | int, ...], AnyEvent] = {}
-        """The newest event of each kind, and of each worker."""
+        """The newest event of each `last_value_key`, the oldest first."""
         self._exit = AsyncExitStack()
 
     @property
@@ -97,9 +97,7 @@ class StatusPublisher:
         """
         self._seq += 1
         event = msgspec.structs.replace(event, seq=self._seq, time=time.time(), run_id=self._run_id)
-        key: tuple[str | int, ...] = (kind_of(event),)
-        if isinstance(event, WorkerEvent):
-            key += (event.role, event.rank)
+        key = last_value_key(event)
         self._last.pop(key, None)  # so that the newest comes last
         self._last[key] = event
         self._send(LIVE + kind_of(event).encode(), encode_event(event))

@@ -35,7 +35,11 @@ def write_status_files(
 
 
 def subscriber_for(
-    where: str | Path, key_file: Path | None = None, *, timeout_s: float | None = None
+    where: str | Path,
+    key_file: Path | None = None,
+    *,
+    timeout_s: float | None = None,
+    reconnect_s: float = 0.0,
 ) -> StatusSubscriber:
     """A subscriber for a run folder or for an address.
 
@@ -43,6 +47,7 @@ def subscriber_for(
         where: A run folder, or `host:port`.
         key_file: The run's `status.key`; None takes the one in the folder, and no CURVE for an address.
         timeout_s: Longest silence before an iteration gives up; None waits for ever.
+        reconnect_s: How long a lost connection may take to come back.
 
     Raises:
         ConfigError: It is neither a folder nor an address, or a file in the folder cannot be read.
@@ -52,13 +57,16 @@ def subscriber_for(
         if not (folder.exists() or ":" in str(where)):
             raise ConfigError([f"{where}: neither a run folder nor an address such as 127.0.0.1:5555"])
         keys = read_key_file(key_file) if key_file is not None else (None, None)
-        return StatusSubscriber(Address.parse(str(where)), key=keys[0], server_key=keys[1], timeout_s=timeout_s)
+        return StatusSubscriber(
+            Address.parse(str(where)), key=keys[0], server_key=keys[1], timeout_s=timeout_s, reconnect_s=reconnect_s
+        )
     status = _read_status_file(folder / STATUS_FILE)
     address = Address.parse(status.address)
     if not status.server_public_key:
-        return StatusSubscriber(address, timeout_s=timeout_s)
+        return StatusSubscriber(address, timeout_s=timeout_s, reconnect_s=reconnect_s)
     key, _ = read_key_file(key_file or folder / KEY_FILE)
-    return StatusSubscriber(address, key=key, server_key=z85_key(status.server_public_key), timeout_s=timeout_s)
+    server_key = z85_key(status.server_public_key)
+    return StatusSubscriber(address, key=key, server_key=server_key, timeout_s=timeout_s, reconnect_s=reconnect_s)
 
 
 def _read_status_file(path: Path) -> _StatusFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from aoffpolicy.errors import DeadlineError, PeerLostError, ProtocolError
 from aoffpolicy.transport.address import Address, resolve
+from aoffpolicy.transport.event_order import EventOrder
 from aoffpolicy.transport.event_schema import LIVE, REPLAY, AnyEvent, decode_event
 from aoffpolicy.transport.security import KeyPair, secure_client
 
@@ -31,6 +33,7 @@ class StatusSubscriber:
         key: The read-only CURVE key pair; None without CURVE.
         server_key: The publisher's public key; None without CURVE.
         timeout_s: Longest silence before an iteration gives up; None waits for ever.
+        reconnect_s: How long a lost connection may take to come back; what was missed meanwhile comes as last values.
     """
 
     def __init__(
@@ -40,15 +43,17 @@ class StatusSubscriber:
         key: KeyPair | None = None,
         server_key: bytes | None = None,
         timeout_s: float | None = None,
+        reconnect_s: float = 0.0,
     ) -> None:
         if (key is None) != (server_key is None):
             raise ValueError("CURVE needs both the reader's keys and the publisher's public key")
         self._address = address
         self._timeout_s = timeout_s
-        self._first_live = 0
-        """`seq` of the first live event, 0 before it."""
+        self._reconnect_s = reconnect_s
+        self._order = EventOrder()
         self._connected = False
-        self._ended = False
+        self._lost_at: float | None = None
+        """When the connection was lost, on the monotonic clock."""
         self._caught_up = False
         hosts = resolve(address.host)
         self._context = zmq.Context()
@@ -65,6 +70,11 @@ class StatusSubscriber:
         for host in hosts:  # a name may stand for an IPv6 and an IPv4 address, and the publisher listens on one
             self._socket.connect(Address(host, address.port).url)
 
+    @property
+    def missed(self) -> int:
+        """Events that never came, neither live nor as last values: this reader was too slow, or was cut off."""
+        return self._order.missed
+
     def snapshot(self, timeout_s: float) -> list[AnyEvent]:
         """The last value of everything; blocks until the publisher has answered.
 
@@ -79,9 +89,21 @@ class StatusSubscriber:
             event = self._take()
             if event is not None:
                 events.append(event)
-            elif not self._caught_up and not self._poll(deadline - time.monotonic()):
+            elif not self._caught_up and not self._poll(deadline - time.monotonic()) and time.monotonic() >= deadline:
                 raise self._silence(timeout_s)
         return events
+
+    def take(self, timeout_s: float) -> AnyEvent | None:
+        """The next event, or None if there is none in time: for who has something else to do meanwhile.
+
+        Raises:
+            PeerLostError: The publisher went away.
+            ProtocolError: The publisher does not accept the key, or speaks another schema.
+        """
+        event = self._take()
+        if event is None and self._poll(timeout_s):
+            event = self._take()
+        return event
 
     def blocking(self) -> Iterator[AnyEvent]:
         """Iterate without an event loop; raises what `snapshot` raises."""
@@ -89,7 +111,7 @@ class StatusSubscriber:
             event = self._take()
             if event is not None:
                 yield event
-            elif not self._poll(self._timeout_s):
+            elif not self._poll(self._timeout_s) and self._lost_at is None:
                 raise self._silence(self._timeout_s or 0.0)
 
     def __aiter__(self) -> Self:
@@ -104,7 +126,7 @@ class StatusSubscriber:
             poller = zmq.asyncio.Poller()
             poller.register(self._socket, zmq.POLLIN)
             poller.register(self._monitor, zmq.POLLIN)
-            if not await poller.poll(-1 if self._timeout_s is None else int(self._timeout_s * 1000)):
+            if not await poller.poll(self._patience_ms(self._timeout_s)) and self._lost_at is None:
                 raise self._silence(self._timeout_s or 0.0)
 
     def close(self) -> None:
@@ -129,7 +151,14 @@ class StatusSubscriber:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        return bool(poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000))))
+        return bool(poller.poll(self._patience_ms(timeout_s)))
+
+    def _patience_ms(self, timeout_s: float | None) -> int:
+        """How long to wait for news, -1 for ever; never past the moment at which a lost connection is given up."""
+        waits = [] if timeout_s is None else [timeout_s]
+        if self._lost_at is not None:
+            waits.append(self._lost_at + self._reconnect_s - time.monotonic())
+        return max(0, math.ceil(min(waits) * 1000)) if waits else -1
 
     def _take(self) -> AnyEvent | None:
         """The next event that has arrived, or None; what came before a lost connection is still delivered."""
@@ -137,25 +166,26 @@ class StatusSubscriber:
             try:
                 topic, data = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                if self._ended:
+                if self._is_over():
                     raise PeerLostError("publisher", 0, f"the status stream at {self._address} has ended") from None
-                self._check_connection()
-                if self._ended:
-                    continue  # the last events may have come just before
-                return None
+                if not self._check_connection():
+                    return None
+                continue  # the last events may have come just before
             except ValueError:
                 raise ProtocolError(f"what listens at {self._address} does not publish a run's status") from None
             if topic.startswith(REPLAY) and not data:
                 self._caught_up = True
                 continue
             event = decode_event(data)
-            if not event.replay:
-                self._first_live = self._first_live or event.seq
-            elif self._first_live and event.seq >= self._first_live:
-                continue  # it came live already
-            return event
+            if self._order.is_new(event):
+                return event
 
-    def _check_connection(self) -> None:
+    def _is_over(self) -> bool:
+        return self._lost_at is not None and time.monotonic() - self._lost_at >= self._reconnect_s
+
+    def _check_connection(self) -> bool:
+        """Hear what became of the connection; whether it was lost or has come back just now."""
+        changed = False
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event & _TURNED_AWAY:
@@ -164,9 +194,15 @@ class StatusSubscriber:
                     "run's status.key"
                 )
             if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                if self._lost_at is not None:
+                    self._order.resume()
+                    self._lost_at = None
+                    changed = True
                 self._connected = True
-            elif self._connected:
-                self._ended = True
+            elif self._connected and self._lost_at is None:
+                self._lost_at = time.monotonic()
+                changed = True
+        return changed
 
     def _silence(self, timeout_s: float) -> DeadlineError:
         if self._connected:
