@@ -97,6 +97,10 @@ class Trainer(Section):
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas")
     grad_clip: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
+    passes: int = Field(1, ge=1, description="optimizer steps on each batch, all of it in each; they make one version")
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="a loss or gradient that is not finite: save the batch and stop, or skip the update"
+    )
     logprob_chunk: int = Field(1024, ge=1, description="completion tokens whose logits are held at once")
     activation_checkpointing: bool = Field(False, description="recompute layer activations in backward")
     device: Literal["auto", "cpu", "cuda", "npu"] = Field("auto", description="kind of device")
@@ -104,15 +108,49 @@ class Trainer(Section):
 
 
 class Algorithm(Section):
-    name: str = Field("grpo", description="grpo, or package.module:Class")
-    clip_low: float = Field(0.2, gt=0, description="importance ratios are clipped below 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, description="importance ratios are clipped above 1 + clip_high")
-    kl_coef: float = Field(0.0, ge=0, description="weight of the k3 KL to the initial model; 0: no reference")
-    filter_zero_variance: bool = Field(False, description="leave out groups whose rewards are all equal")
+    """A key that is unset is as the named algorithm's paper has it; docs/algorithms.md has the table."""
+
+    name: str = Field(
+        "grpo",
+        description="grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, dapo, gspo, cispo, "
+        "or package.module:callable",
+    )
+    clip_low: float | None = Field(None, gt=0, description="importance ratios are clipped below 1 - clip_low")
+    clip_high: float | None = Field(None, gt=0, description="importance ratios are clipped above 1 + clip_high")
+    normalize_std: bool | None = Field(None, description="divide advantages by the group's reward deviation")
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_budget"] | None = Field(
+        None, description="mean over tokens; over samples of their means; of their sums; of sums / rollout.max_tokens"
+    )
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the initial model; 0: no reference")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="KL as a term of the loss (k3), or taken off each token's reward (k1)"
+    )
+    ratio: Literal["behaviour", "proximal"] = Field(
+        "behaviour",
+        description="ratios are against the policy that sampled, or (decoupled) the trainer's at the start of the step",
+    )
+    correction: Literal["none", "token", "sequence"] | None = Field(
+        None, description="importance weights from the behaviour policy to the one that ratios are against, by level"
+    )
+    correction_cap: float = Field(2.0, ge=0, description="correction weights are truncated here; 0: never")
+    mask: Literal["none", "token", "sequence", "sequence_mean"] = Field(
+        "none", description="leave out tokens, or whole samples, whose ratio to the behaviour policy is extreme"
+    )
+    mask_low: float = Field(0.5, ge=0, description="ratios below are extreme")
+    mask_high: float = Field(5.0, gt=0, description="ratios above are extreme")
+    overlong_tokens: int | None = Field(
+        None, ge=0, description="last tokens of rollout.max_tokens over which the reward falls by 1; 0: no punishment"
+    )
+    filter_zero_variance: bool | None = Field(None, description="leave out groups whose rewards are all equal")
     on_filtered: Literal["refill", "shrink"] = Field(
         "refill", description="for a group left out: generate another one, or train a smaller batch"
     )
-    normalize_std: bool = Field(True, description="divide advantages by the group's reward deviation")
+
+    @model_validator(mode="after")
+    def _mask_has_an_inside(self) -> Self:
+        if self.mask_low >= self.mask_high:
+            raise ValueError("algorithm.mask_low must be below algorithm.mask_high")
+        return self
 
 
 class Weights(Section):
@@ -312,6 +350,11 @@ def _conflicts(config: Config) -> Iterator[str]:
             yield f"{key}: {source} is neither a file nor reasoning_gym:NAME"
         elif config.reward.function == "reasoning_gym":
             yield f"{key}: the reward reasoning_gym scores data of reasoning_gym:NAME only, not {source}"
+    if (config.algorithm.overlong_tokens or 0) > config.rollout.max_tokens:
+        yield (
+            f"algorithm.overlong_tokens: {config.algorithm.overlong_tokens} are more than "
+            f"rollout.max_tokens = {config.rollout.max_tokens}, so every completion would be punished"
+        )
     if config.rollout.engine == "torch":
         yield from _beyond_the_torch_engine(config)
     for name, key in VLLM_ARGUMENTS.items():

@@ -26,10 +26,12 @@ from aoffpolicy.transport.messages import (
     Generate,
     Generated,
     Message,
+    ReferenceScored,
     Sampling,
     SaveCheckpoint,
     Score,
     Scored,
+    ScoreReference,
     Started,
     Train,
     Trained,
@@ -253,17 +255,32 @@ class RemoteTrainer:
         self._watcher = watcher
 
     async def train(self, step: int, batch: Batch) -> Mapping[str, float]:
-        advantages = self._algorithm.advantages(batch.groups)
-        self._watcher.batch(batch, advantages)
         parts = balance([group_tokens(group) for group in batch.groups], self._shards.count)
+        reference = await self._reference(batch.groups, parts) if self._algorithm.wants_reference else None
+        advantages = self._algorithm.advantages(batch.groups, reference)
+        self._watcher.batch(batch, advantages)
         requests = {
-            peer: self._part(step, batch.groups, advantages, parts[shard])
-            for peer, shard in self._shards.of_rank.items()
+            peer: self._part(step, batch, advantages, parts[shard]) for peer, shard in self._shards.of_rank.items()
         }
         replies = await call_all(self._server, requests, self._config.control.request_timeout_s)
         first = replies[min(replies)]
         assert isinstance(first, Trained)
         return first.metrics
+
+    async def _reference(self, groups: Sequence[SampleGroup], parts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """The reference model's log-probabilities of each group's trained tokens, from the shards that score them."""
+        requests = {
+            peer: ScoreReference(
+                groups=tuple(groups[i] for i in parts[shard]), temperature=self._config.rollout.temperature
+            )
+            for peer, shard in self._shards.of_rank.items()
+        }
+        replies = await call_all(self._server, requests, self._config.control.request_timeout_s)
+        of_group: dict[int, np.ndarray] = {}
+        for peer, reply in replies.items():
+            assert isinstance(reply, ReferenceScored)
+            of_group |= zip(parts[self._shards.of_rank[peer]], reply.logprobs, strict=True)
+        return [of_group[index] for index in range(len(groups))]
 
     async def save(self, step: int, state: bytes) -> None:
         path = self._checkpoints / f"step-{step}"
@@ -278,15 +295,16 @@ class RemoteTrainer:
     def _part(
         self,
         step: int,
-        groups: Sequence[SampleGroup],
+        batch: Batch,
         advantages: Sequence[np.ndarray],
         indices: Sequence[int],
     ) -> Train:
         return Train(
             step=step,
-            groups=tuple(groups[i] for i in indices),
+            groups=tuple(batch.groups[i] for i in indices),
             advantages=tuple(advantages[i] for i in indices),
             temperature=self._config.rollout.temperature,
+            version=batch.version,
         )
 
 

@@ -78,6 +78,14 @@ class EngineError(AoffpolicyError):
     """A rollout engine cannot do what it was asked for; the message names the model, prompt or version."""
 
 
+class TrainerError(AoffpolicyError):
+    """A trainer backend was asked for something that it does not hold; the message says what."""
+
+
+class NonfiniteError(TrainerError):
+    """A loss or gradient is not finite, and `trainer.nonfinite` is "stop"; the message holds both."""
+
+
 class SchedulerError(AoffpolicyError):
     """The scheduler was asked for something it cannot do; the message explains what and why."""
 

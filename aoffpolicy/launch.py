@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from aoffpolicy import algorithms
 from aoffpolicy import config as configuration
 from aoffpolicy.config import Config
 from aoffpolicy.errors import AoffpolicyError, ConfigError, RoleError
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG
     try:
         config = configuration.load(arguments.config, overrides)
+        algorithms.build(config)  # an algorithm knows which of its keys contradict each other
         plan = make_plan(config)
         if arguments.dry_run:
             _print_dry_run(config, plan)

@@ -1,6 +1,7 @@
 """What a name in the config stands for: a line here for everything that comes with the package.
 
-Users' own are named `package.module:Class` in the config and need no line. Nothing is imported before it is used.
+Users' own are named `package.module:Class` (or a function that makes one) in the config and need no line. Nothing is
+imported before it is used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ ROLLOUT_ENGINES = {
     "vllm": "aoffpolicy.rollout.vllm.engine:VllmEngine",
 }
 TRAINER_BACKENDS = {"fsdp2": "aoffpolicy.trainer.fsdp2:Fsdp2"}
-ALGORITHMS = {"grpo": "aoffpolicy.algorithms.grpo:Grpo"}
+ALGORITHMS = {
+    "cispo": "aoffpolicy.algorithms.cispo:cispo",
+    "dapo": "aoffpolicy.algorithms.dapo:dapo",
+    "dr_grpo": "aoffpolicy.algorithms.dr_grpo:dr_grpo",
+    "grpo": "aoffpolicy.algorithms.grpo:grpo",
+    "gspo": "aoffpolicy.algorithms.gspo:gspo",
+    "reinforce_plus_plus": "aoffpolicy.algorithms.reinforce_plus_plus:reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "aoffpolicy.algorithms.reinforce_plus_plus:reinforce_plus_plus_baseline",
+    "rloo": "aoffpolicy.algorithms.rloo:rloo",
+}
 METRIC_SINKS = {
     "tensorboard": "aoffpolicy.sinks.tensorboard:TensorBoard",
     "wandb": "aoffpolicy.sinks.wandb:WeightsAndBiases",

@@ -233,6 +233,7 @@ class Reporter:
             "reward_first": _mean(rewards[:SUMMARY_STEPS]),
             "reward_last": _mean(rewards[-SUMMARY_STEPS:]),
             "reward_errors": dict(reward_errors),
+            "nonfinite_steps": sum(record.metrics.get("nonfinite", 0) > 0 for record in self._records),
             "verdict": verdict(self._records),
         }
         self._folder.write_json("summary.json", summary)

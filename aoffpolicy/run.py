@@ -15,6 +15,7 @@ import anyio
 from rich.console import Console
 
 from aoffpolicy import algorithms
+from aoffpolicy.algorithms import Algorithm
 from aoffpolicy.child import Bootstrap, package_versions
 from aoffpolicy.config import Config
 from aoffpolicy.console import StepPrinter
@@ -143,7 +144,7 @@ class Run:
         rollouts = {peer: started[peer].capacity for peer in peers if peer.role == "rollout"}
         rewards = {peer: started[peer].capacity for peer in peers if peer.role == "reward"}
 
-        algorithm = algorithms.build(self._config.algorithm)
+        algorithm = algorithms.build(self._config)
         trainer = RemoteTrainer(
             server,
             self._config,
@@ -161,7 +162,7 @@ class Run:
                 trainer,
                 RemoteWeightSync(plane),
                 prompts,
-                self._settings(2 * sum(rollouts.values())),
+                self._settings(2 * sum(rollouts.values()), algorithm),
                 eval_prompts=eval_prompts,
                 state=started[trainers[0]].scheduler_state or None,
                 observer=reporter.phase,
@@ -227,7 +228,7 @@ class Run:
             sync_timeout_s=weights.sync_timeout_s,
         )
 
-    def _settings(self, max_in_flight: int) -> SchedulerSettings:
+    def _settings(self, max_in_flight: int, algorithm: Algorithm) -> SchedulerSettings:
         config = self._config
         return SchedulerSettings(
             steps=config.run.steps,
@@ -235,7 +236,7 @@ class Run:
             max_staleness=config.run.max_staleness,
             max_in_flight=max_in_flight,
             swap="boundary" if config.weights.swap == "boundary" else "in_flight",
-            filter_zero_variance=config.algorithm.filter_zero_variance,
+            filter_zero_variance=algorithm.filter_zero_variance,
             on_filtered=config.algorithm.on_filtered,
             group_deadline_s=config.rollout.group_deadline_s,
             checkpoint_every=config.checkpoint.every,

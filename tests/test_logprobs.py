@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from aoffpolicy.trainer.logprobs import LogprobModel
-from aoffpolicy.trainer.packing import pack_group, stack
+from aoffpolicy.trainer.packing import group_trained_tokens, pack_group, stack
 from tests.groups import batch
 from tests.tiny import tiny_llama, tiny_qwen3
 
@@ -47,7 +47,7 @@ def test_packed_chunked_logprobs_and_gradients_equal_a_plain_forward(model: torc
     expected_gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
 
-    rows = [row for group in batch() for row in pack_group(group, np.zeros(4), 1000)]
+    rows = [row for group in batch() for row in pack_group(group, np.zeros(group_trained_tokens(group)), 1000)]
     policy = LogprobModel(model, chunk)
     packed = torch.cat([policy(stack([row], 1000, torch.device("cpu"))[0], TEMPERATURE)[0] for row in rows])
     packed.mean().backward()
@@ -59,14 +59,16 @@ def test_packed_chunked_logprobs_and_gradients_equal_a_plain_forward(model: torc
 
 def test_rows_stacked_with_padding_give_the_same_as_alone(model: torch.nn.Module) -> None:
     policy = LogprobModel(model, 1000)
-    rows = sorted((row for group in batch() for row in pack_group(group, np.zeros(4), 1000)), key=len)
+    rows = sorted(
+        (row for group in batch() for row in pack_group(group, np.zeros(group_trained_tokens(group)), 1000)), key=len
+    )
     (together,) = stack(rows, 10_000, torch.device("cpu"))
     alone = [policy(stack([row], 1000, torch.device("cpu"))[0], 1.0)[0] for row in rows]
     torch.testing.assert_close(policy(together, 1.0)[0], torch.cat(alone), atol=1e-5, rtol=0)
 
 
 def test_entropy_is_that_of_the_tempered_distribution(model: torch.nn.Module) -> None:
-    rows = [row for group in batch() for row in pack_group(group, np.zeros(4), 1000)]
+    rows = [row for group in batch() for row in pack_group(group, np.zeros(group_trained_tokens(group)), 1000)]
     (stacked,) = stack(rows[:1], 1000, torch.device("cpu"))
     _, entropy_N = LogprobModel(model, 1000)(stacked, TEMPERATURE)
     hidden = model(

@@ -44,7 +44,7 @@ def plain_loop(config: Config) -> Outcome:
         uids = range(step * config.data.prompts_per_step, (step + 1) * config.data.prompts_per_step)
         groups = [generate(engine, config, prompts[uid]) for uid in uids]
         advantages = backend.algorithm.advantages(groups)
-        metrics = backend.train(groups, advantages, config.rollout.temperature)
+        metrics = backend.train(groups, advantages, config.rollout.temperature, version=step)
         rewards = [sample.reward for group in groups for sample in group.samples]
         steps.append({key: metrics[key] for key in ("loss", "grad_norm", "entropy")})
         steps[-1]["reward_mean"] = sum(rewards) / len(rewards)

@@ -18,5 +18,10 @@ def slow_digit_fraction(completion: str, row: Mapping[str, Any]) -> float:
     return digit_fraction(completion, row)
 
 
+def digit_fraction_of_small_sums(completion: str, row: Mapping[str, Any]) -> float:
+    """The same, and 0 for every completion of half of the prompts: groups without variance."""
+    return digit_fraction(completion, row) if int(row["answer"]) < 7 else 0.0
+
+
 def always_raises(completion: str, row: Mapping[str, Any]) -> float:
     raise RuntimeError("no reward today")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from aoffpolicy.config import Config
+from aoffpolicy.config import Algorithm, Config
 from aoffpolicy.controller import balance, group_tokens
 from aoffpolicy.samples import SampleGroup
 from aoffpolicy.trainer import checkpoint
@@ -48,7 +48,8 @@ def _be_rank(rank: int, ranks: int, folder: Path, job: Callable[..., Outcome], a
 
 
 def config(model: Path, **trainer: Any) -> Config:
-    algorithm = {"kl_coef": trainer.pop("kl_coef", 0.0)}
+    """Keys of [trainer] and [algorithm], which share no name."""
+    algorithm = {name: trainer.pop(name) for name in set(trainer) & set(Algorithm.model_fields)}
     return Config.model_validate(
         {
             "model": {"path": model},
@@ -73,9 +74,8 @@ def train_steps(
     groups = batch() if groups is None else groups
     advantages = backend.algorithm.advantages(groups)
     mine = balance([group_tokens(group) for group in groups], backend.shards)[backend.shard]
-    metrics = [
-        backend.train([groups[i] for i in mine], [advantages[i] for i in mine], temperature=1.0) for _ in range(steps)
-    ]
+    ours = [groups[i] for i in mine], [advantages[i] for i in mine]
+    metrics = [backend.train(*ours, temperature=1.0, version=1) for _ in range(steps)]
     if save_to is not None:
         checkpoint.save(backend, save_to, b"the scheduler's state")
     weights = {name: tensor.clone() for name, tensor in backend.export_weights()}

@@ -1,4 +1,7 @@
-"""Algorithms: how rewards become advantages, and how advantages become a loss. One file each, with its paper."""
+"""Algorithms: how rewards become advantages, and how advantages become a loss. One file each, with its paper.
+
+Each is a `Recipe` of parts: `advantages`, `surrogate`, `aggregation`, `correction`. docs/algorithms.md lists them all.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +10,63 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from aoffpolicy.config import Algorithm as AlgorithmConfig
+from aoffpolicy.algorithms.tokens import Tokens, Totals
+from aoffpolicy.config import Config
 from aoffpolicy.registry import load
 from aoffpolicy.samples import SampleGroup
 
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["Algorithm", "Tokens", "Totals", "build"]
+
 
 class Algorithm(Protocol):
-    """Built from the config's [algorithm] section; the controller uses `advantages`, trainer ranks use `loss`."""
+    """Made from the resolved config; the controller uses `advantages`, trainer ranks use `loss`."""
 
-    def __init__(self, config: AlgorithmConfig) -> None: ...
-
-    def advantages(self, groups: Sequence[SampleGroup]) -> tuple[np.ndarray, ...]:
-        """float32 [G] for each group, from the rewards of the whole batch (numpy only)."""
+    @property
+    def filter_zero_variance(self) -> bool:
+        """Whether the scheduler leaves out groups whose rewards are all equal."""
         ...
 
-    def loss(
-        self,
-        logprobs_N: torch.Tensor,
-        behaviour_N: torch.Tensor,
-        advantage_N: torch.Tensor,
-        reference_N: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Loss of each trained token [N], and sums over tokens to be reported as means, without gradient."""
+    @property
+    def wants_reference(self) -> bool:
+        """Whether `advantages` needs the reference model's log-probabilities."""
+        ...
+
+    def advantages(
+        self, groups: Sequence[SampleGroup], reference: Sequence[np.ndarray] | None = None
+    ) -> tuple[np.ndarray, ...]:
+        """Advantages of the whole batch (numpy only).
+
+        Args:
+            groups: The batch.
+            reference: float32 [N] for each group, if asked for by `wants_reference`.
+
+        Returns:
+            float32 [N] for each group: one for each trained token, those of the first sample first.
+        """
+        ...
+
+    def loss(self, tokens: Tokens, totals: Totals) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Loss of a micro-batch's tokens.
+
+        Args:
+            tokens: The micro-batch.
+            totals: What to divide by, of the global batch.
+
+        Returns:
+            [N], whose sum over the global batch is the loss, and by name what is to be reported as a mean over tokens
+            ([N] each, without gradient; bool for a fraction).
+        """
         ...
 
 
-def build(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm that the config names: a name in the registry, or package.module:Class.
+def build(config: Config) -> Algorithm:
+    """The algorithm that the config names: a name in the registry, or package.module:callable.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: There is none of this name, or its keys contradict each other.
     """
-    algorithm: Algorithm = load("algorithm.name", config.name)(config)
+    algorithm: Algorithm = load("algorithm.name", config.algorithm.name)(config)
     return algorithm

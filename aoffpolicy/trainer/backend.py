@@ -34,9 +34,27 @@ class Backend(Protocol):
     def shards(self) -> int: ...
 
     def train(
-        self, groups: Sequence[SampleGroup], advantages: Sequence[np.ndarray], temperature: float
+        self, groups: Sequence[SampleGroup], advantages: Sequence[np.ndarray], temperature: float, version: int
     ) -> dict[str, float]:
-        """One optimizer step on this shard; returns metrics of the global batch."""
+        """Train this shard; returns metrics of the global batch.
+
+        Args:
+            groups: The shard; may be empty.
+            advantages: float32 [N] for each group, one for each trained token.
+            temperature: What the rollout sampled with.
+            version: Policy version that is trained.
+
+        Raises:
+            NonfiniteError: The loss or gradient is not finite, and the config says to stop; raised on every rank.
+        """
+        ...
+
+    def reference_logprobs(self, groups: Sequence[SampleGroup], temperature: float) -> tuple[np.ndarray, ...]:
+        """float32 [N] for each group: the initial model's log-probabilities of its trained tokens.
+
+        Raises:
+            TrainerError: There is no reference model.
+        """
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

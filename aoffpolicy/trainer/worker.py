@@ -12,8 +12,8 @@ import torch.distributed as dist
 from aoffpolicy import child
 from aoffpolicy.child import Bootstrap, Handlers
 from aoffpolicy.devices import COLLECTIVE_BACKEND, torch_device
-from aoffpolicy.errors import ProtocolError
-from aoffpolicy.trainer import checkpoint
+from aoffpolicy.errors import NonfiniteError, ProtocolError
+from aoffpolicy.trainer import batch_file, checkpoint
 from aoffpolicy.trainer.backend import Backend, build
 from aoffpolicy.transport.lane import Lane
 from aoffpolicy.transport.manifest import specs_of
@@ -23,7 +23,9 @@ from aoffpolicy.transport.messages import (
     Join,
     Message,
     Prepare,
+    ReferenceScored,
     SaveCheckpoint,
+    ScoreReference,
     SendWeights,
     Start,
     Started,
@@ -60,6 +62,7 @@ class TrainerWorker:
         return {
             Start: self.start,
             Train: self.train,
+            ScoreReference: self.score_reference,
             SaveCheckpoint: self.save,
             Prepare: self._in_member,
             Join: self._in_member,
@@ -106,12 +109,22 @@ class TrainerWorker:
     async def train(self, request: Train) -> Trained:
         """One step on this rank's shard; idempotent by step."""
         if self._last is None or self._last[0] != request.step:
-            backend = self._started()
-            metrics = await self._lane.run(
-                lambda: backend.train(request.groups, request.advantages, request.temperature)
-            )
+            metrics = await self._lane.run(lambda: self._train(request))
             self._last = (request.step, Trained(metrics=metrics))
         return self._last[1]
+
+    def _train(self, request: Train) -> dict[str, float]:
+        try:
+            return self._started().train(request.groups, request.advantages, request.temperature, request.version)
+        except NonfiniteError as error:
+            path = self._bootstrap.config.run_dir / "nonfinite" / f"step-{request.step}-rank-{self._bootstrap.rank}.bin"
+            batch_file.save(path, request)
+            raise NonfiniteError(f"step {request.step}: {error}; this rank's batch is in {path}") from error
+
+    async def score_reference(self, request: ScoreReference) -> ReferenceScored:
+        backend = self._started()
+        logprobs = await self._lane.run(lambda: backend.reference_logprobs(request.groups, request.temperature))
+        return ReferenceScored(logprobs=logprobs)
 
     async def save(self, request: SaveCheckpoint) -> Done:
         backend = self._started()

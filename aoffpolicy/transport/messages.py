@@ -66,13 +66,27 @@ class Train(Message):
     groups: tuple[SampleGroup, ...]
     """This shard's groups; may be empty when there are fewer groups than shards."""
     advantages: tuple[np.ndarray, ...]
-    """float32 [G] for each group, computed over the global batch."""
+    """float32 [N] for each group, one for each trained token, computed over the global batch."""
     temperature: float
+    version: int = 0
+    """Policy version that is trained."""
 
 
 class Trained(Message):
     metrics: dict[str, float]
     """Of the global batch, the same on every rank."""
+
+
+class ScoreReference(Message):
+    """Score this rank's shard with the initial model; reply `ReferenceScored`. Sent to all ranks at once."""
+
+    groups: tuple[SampleGroup, ...]
+    temperature: float
+
+
+class ReferenceScored(Message):
+    logprobs: tuple[np.ndarray, ...]
+    """float32 [N] for each group, one for each trained token."""
 
 
 class SaveCheckpoint(Message):
@@ -228,6 +242,7 @@ REPLIES: dict[type[Message], type[Message]] = {
     Start: Started,
     Stop: Done,
     Train: Trained,
+    ScoreReference: ReferenceScored,
     SaveCheckpoint: Done,
     Generate: Generated,
     Score: Scored,
