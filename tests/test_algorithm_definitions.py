@@ -14,7 +14,7 @@ import torch
 
 from aoffpolicy import algorithms
 from aoffpolicy.algorithms import Tokens, Totals
-from aoffpolicy.algorithms.advantages import gae, overlong
+from aoffpolicy.algorithms.advantages import overlong
 from aoffpolicy.algorithms.recipe import Recipe
 from aoffpolicy.config import Config
 from aoffpolicy.errors import ConfigError
@@ -121,15 +121,6 @@ def test_dapo_punishes_the_last_fifth_of_the_longest_completion() -> None:
     )
     assert own.tolist() == [0.5] * 8 + [0.0] * 9 + [-0.5] * 10
     assert overlong(10, 0)(lengths).tolist() == [0] * 6
-
-
-def test_gae_of_two_tokens() -> None:
-    # delta_1 = 1 - 1/2, delta_0 = 0 + 1/2 - 1/2; A_1 = 1/2, A_0 = 0 + 1/2 * 1/2.
-    assert gae(np.array([0.0, 1.0]), np.array([0.5, 0.5]), discount=1, decay=0.5).tolist() == [0.25, 0.5]
-    reward, value = np.random.default_rng(0).normal(size=(2, 6))
-    returns = [sum(0.9 ** (i - t) * reward[i] for i in range(t, 6)) for t in range(6)]
-    np.testing.assert_allclose(gae(reward, value, discount=0.9, decay=1), returns - value)
-    assert gae(np.zeros(0), np.zeros(0), discount=1, decay=1).shape == (0,)
 
 
 # --- Losses --------------------------------------------------------------------------------------------------------

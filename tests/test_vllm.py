@@ -288,8 +288,6 @@ async def test_a_failed_start_says_what_vllm_said(tmp_path: Path) -> None:
 
 async def test_ready_is_refused_where_an_engine_worker_has_no_receiver(tmp_path: Path) -> None:
     config = config_of(llama(tmp_path / "model"), rollout={"engine": "tests.vllm_batched:DeafEngine"})
-    with pytest.raises(
-        AoffpolicyError, match=r"engine worker 0 of 1 cannot receive weights.*VLLM_PLUGINS"
-    ):
+    with pytest.raises(AoffpolicyError, match=r"engine worker 0 of 1 cannot receive weights.*VLLM_PLUGINS"):
         async with rollouts(tmp_path / "logs", config):
             pass

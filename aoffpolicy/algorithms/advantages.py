@@ -132,27 +132,3 @@ def batch_normalised(*, group_baseline: bool) -> Estimator:
 
 def _spread(advantage_G: np.ndarray, scores: Scores) -> np.ndarray:
     return np.repeat(advantage_G, scores.length_G).astype(np.float32)
-
-
-def gae(reward_T: np.ndarray, value_T: np.ndarray, *, discount: float, decay: float) -> np.ndarray:
-    """Generalised advantage estimates of one finished sequence (Schulman et al., arXiv:1506.02438, equation 16).
-
-    A_t = sum over l of (discount * decay)^l * delta_{t+l}, with delta_t = r_t + discount * V_{t+1} - V_t and V = 0
-    after the end.
-
-    Args:
-        reward_T: Reward of each token.
-        value_T: A critic's value before each token.
-        discount: gamma, 0 to 1.
-        decay: lambda, 0 (one step) to 1 (the whole return less the value).
-
-    Returns:
-        float64 [T].
-    """
-    advantage_T = np.zeros(len(reward_T))
-    following_value = following_advantage = 0.0
-    for t in reversed(range(len(reward_T))):
-        delta = reward_T[t] + discount * following_value - value_T[t]
-        following_advantage = advantage_T[t] = delta + discount * decay * following_advantage
-        following_value = value_T[t]
-    return advantage_T
