@@ -271,14 +271,14 @@ class _Groups:
     version: int
     groups: Sequence[SampleGroup]
     advantages: Sequence[np.ndarray] | None
-    """float32 [G] each."""
+    """float32 [N] each, one for each trained token."""
 
 
 def _write_groups(folder: RunFolder, news: _Groups) -> None:
     log = folder.samples
     for index, group in enumerate(news.groups):
-        advantages_G = None if news.advantages is None else news.advantages[index]
-        log.append(record_of(group, news.step, news.purpose, news.version, advantages_G))
+        advantages_N = None if news.advantages is None else news.advantages[index]
+        log.append(record_of(group, news.step, news.purpose, news.version, advantages_N))
 
 
 def _mean(values: list[float]) -> float | None:

@@ -44,7 +44,8 @@ def fill(folder: Path, *records: GroupRecord, max_bytes: int = 10**6, files: int
 
 
 def test_a_record_tells_who_generated_what_under_which_version_and_what_it_was_worth() -> None:
-    kept = record_of(group(), 4, "train", 3, np.array([-1.0, 1.0], np.float32))
+    of_tokens = np.array([-1.5, -0.5, 1.0, 1.0], np.float32)
+    kept = record_of(group(), 4, "train", 3, of_tokens)
     assert (kept.step, kept.version, kept.uid, kept.prompt, kept.answer) == (4, 3, 7, "2 + 3 =", "5")
     assert (kept.rollout, kept.generate_s, kept.score_s, kept.reward_mean) == (1, 1.5, 0.25, 0.5)
     assert kept.completions == (

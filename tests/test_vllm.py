@@ -219,29 +219,34 @@ async def the_death_of_the_core_is_reported(running: Rollouts) -> None:
 # --- Swaps in flight -----------------------------------------------------------------------------------------------
 
 
+EOS = 1
+LONG = 3000
+"""Tokens of a request that is still running when an update comes."""
+
+
 @pytest.mark.parametrize("swap", ["in_flight", "in_flight_recompute"])
 async def test_a_long_request_goes_on_under_the_new_weights(swap: str, tmp_path: Path) -> None:
-    old, new = llama(tmp_path / "old", seed=0), llama(tmp_path / "new", seed=1)
-    config = config_of(old, rollout={"max_tokens": 180, "min_tokens": 180, "engine": "vllm"}, weights={"swap": swap})
+    old, new = (tiny_llama(tmp_path / name, hidden=128, positions=4096, seed=seed) for seed, name in enumerate("ab"))
+    rollout = {"max_tokens": LONG, "min_tokens": LONG, "engine": "tests.vllm_engines:InterruptedEngine"}
+    config = config_of(old, rollout=rollout, weights={"swap": swap})
     async with rollouts(tmp_path / "logs", config) as running:
         (engine,) = running.peers
         groups: list[SampleGroup] = []
 
         async def long_request() -> None:
-            groups.append(await running.generate(engine, PROMPTS[0], max_tokens=180))
+            groups.append(await running.generate(engine, PROMPTS[0], max_tokens=LONG))
 
         async with running.plane([engine], weights_of(new)) as plane:
             await plane.form()
-            undisturbed = (await running.generate(engine, PROMPTS[0], max_tokens=180)).samples[0]
+            undisturbed = (await running.generate(engine, PROMPTS[0], max_tokens=LONG)).samples[0]
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(long_request)
-                await anyio.sleep(0.3)
                 await plane.send(1)
                 await plane.load(1)
         sample = groups[0].samples[0]
         versions = sample.versions_T[sample.loss_mask_T]
         swapped = int((versions == 0).sum())
-        assert 0 < swapped < 180 and (versions[swapped:] == 1).all()
+        assert 0 < swapped < LONG and (versions[swapped:] == 1).all()
         assert groups[0].oldest_version == 0
         until = len(PROMPTS[0].token_ids_P) + swapped
         assert np.array_equal(sample.token_ids_T[:until], undisturbed.token_ids_T[:until])
@@ -254,8 +259,9 @@ async def the_rest_is_of_the_new_weights(
     """With the cache computed again they are exactly the new model's; with the old cache they cannot be."""
     model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32)
     with torch.no_grad():
-        logits_TV = model(torch.from_numpy(tokens_T[None].astype(np.int64))).logits[0].log_softmax(-1)
-    expected_T = logits_TV[np.arange(until - 1, len(tokens_T) - 1), tokens_T[until:]].numpy()
+        logits_TV = model(torch.from_numpy(tokens_T[None].astype(np.int64))).logits[0]
+    logits_TV[:, EOS] = -torch.inf  # by min_tokens
+    expected_T = logits_TV.log_softmax(-1).numpy()[np.arange(until - 1, len(tokens_T) - 1), tokens_T[until:]]
     # The token sampled first after the swap came from a step that was computed before or after it.
     difference = np.abs(logprobs_T[until + 1 :] - expected_T[1:]).max()
     assert (difference < 1e-4) == (swap == "in_flight_recompute"), difference
@@ -287,7 +293,7 @@ async def test_a_failed_start_says_what_vllm_said(tmp_path: Path) -> None:
 
 
 async def test_ready_is_refused_where_an_engine_worker_has_no_receiver(tmp_path: Path) -> None:
-    config = config_of(llama(tmp_path / "model"), rollout={"engine": "tests.vllm_batched:DeafEngine"})
+    config = config_of(llama(tmp_path / "model"), rollout={"engine": "tests.vllm_engines:DeafEngine"})
     with pytest.raises(AoffpolicyError, match=r"engine worker 0 of 1 cannot receive weights.*VLLM_PLUGINS"):
         async with rollouts(tmp_path / "logs", config):
             pass

@@ -39,7 +39,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _sizes(layers: int, hidden: int, tie: bool) -> dict[str, object]:
+def _sizes(layers: int, hidden: int, tie: bool, positions: int = 256) -> dict[str, object]:
     return dict(
         vocab_size=96,
         hidden_size=hidden,
@@ -47,7 +47,7 @@ def _sizes(layers: int, hidden: int, tie: bool) -> dict[str, object]:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=positions,
         tie_word_embeddings=tie,
         pad_token_id=0,
         eos_token_id=1,
@@ -55,10 +55,12 @@ def _sizes(layers: int, hidden: int, tie: bool) -> dict[str, object]:
     )
 
 
-def tiny_llama(path: Path, *, tie: bool = False, layers: int = 2, hidden: int = 32, seed: int = 0) -> Path:
+def tiny_llama(
+    path: Path, *, tie: bool = False, layers: int = 2, hidden: int = 32, positions: int = 256, seed: int = 0
+) -> Path:
     """Save a random float32 Llama with its tokenizer into `path`; returns `path`."""
     torch.manual_seed(seed)
-    LlamaForCausalLM(LlamaConfig(**_sizes(layers, hidden, tie))).save_pretrained(path)
+    LlamaForCausalLM(LlamaConfig(**_sizes(layers, hidden, tie, positions))).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
 

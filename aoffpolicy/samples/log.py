@@ -21,7 +21,7 @@ class CompletionRecord(msgspec.Struct, frozen=True):
     text: str
     reward: float
     advantage: float | None
-    """None where nothing was trained: evaluations."""
+    """Mean over its tokens; None where nothing was trained: evaluations, completions without tokens."""
     tokens: int
     """Produced by the policy."""
     finish_reason: str
@@ -58,7 +58,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
 
 
 def record_of(
-    group: SampleGroup, step: int, purpose: Literal["train", "eval"], version: int, advantages_G: np.ndarray | None
+    group: SampleGroup, step: int, purpose: Literal["train", "eval"], version: int, advantages_N: np.ndarray | None
 ) -> GroupRecord:
     """What is kept of a group.
 
@@ -67,9 +67,12 @@ def record_of(
         step: It was generated for.
         purpose: "train" or "eval".
         version: Policy version that was trained or evaluated.
-        advantages_G: float32 [G], None where there are none.
+        advantages_N: float32, one for each trained token, those of the first sample first; None where there are none.
     """
-    advantages = [None] * len(group.samples) if advantages_G is None else advantages_G.tolist()
+    if advantages_N is None:
+        of_sample = [np.empty(0)] * len(group.samples)
+    else:
+        of_sample = np.split(advantages_N, np.cumsum([s.completion_tokens for s in group.samples[:-1]]))
     return GroupRecord(
         step=step,
         purpose=purpose,
@@ -77,19 +80,19 @@ def record_of(
         uid=group.prompt.uid,
         prompt=_text(group.prompt.row.get("prompt", "")),
         answer=str(group.prompt.row.get("answer", "")),
-        completions=tuple(_completion(s, a) for s, a in zip(group.samples, advantages, strict=True)),
+        completions=tuple(_completion(s, a) for s, a in zip(group.samples, of_sample, strict=True)),
         rollout=int(group.metadata.get("rollout", -1)),
         generate_s=float(group.metadata.get("generate_s", 0.0)),
         score_s=float(group.metadata.get("score_s", 0.0)),
     )
 
 
-def _completion(sample: Sample, advantage: float | None) -> CompletionRecord:
+def _completion(sample: Sample, advantages_N: np.ndarray) -> CompletionRecord:
     versions_N = sample.versions_T[sample.loss_mask_T]
     return CompletionRecord(
         text=sample.text,
         reward=sample.reward,
-        advantage=advantage,
+        advantage=float(advantages_N.mean()) if len(advantages_N) else None,
         tokens=len(versions_N),
         finish_reason=sample.finish_reason,
         versions=(int(versions_N.min()), int(versions_N.max())) if len(versions_N) else (-1, -1),

@@ -1,12 +1,13 @@
-"""vLLM taking its requests in as one batch: two engines then compute the same matrices, and are compared bit by bit."""
+"""Engines for tests, that do at a known moment what the real one does at any."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import torch
+from vllm.sampling_params import RequestOutputKind
 
 from aoffpolicy.rollout.vllm.engine import VllmEngine
 from aoffpolicy.rollout.vllm.receivers import EngineReceivers
@@ -18,7 +19,10 @@ SETTLE_S = 0.3
 
 
 class BatchedEngine(VllmEngine):
-    """Holds vLLM from the first request until no other one has come for a moment."""
+    """Holds vLLM from the first request until no other one has come for a moment.
+
+    Two engines then compute the same matrices, and can be compared bit by bit.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,6 +39,26 @@ class BatchedEngine(VllmEngine):
         await asyncio.sleep(SETTLE_S)
         self._held = None
         await self._llm.resume_generation()
+
+
+class InterruptedEngine(VllmEngine):
+    """Takes its update as soon as a request has its first tokens."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._began = asyncio.Event()
+        self._generate, self._llm.generate = self._llm.generate, self._watched
+
+    async def _watched(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+        parameters.output_kind = RequestOutputKind.CUMULATIVE
+        async for output in self._generate(prompt, parameters, request_id):
+            self._began.set()
+            yield output
+        self._began.clear()
+
+    async def update(self, term: int, version: int, timeout_s: float) -> None:
+        await self._began.wait()
+        await super().update(term, version, timeout_s)
 
 
 class DeafEngine(VllmEngine):
