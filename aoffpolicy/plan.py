@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from aoffpolicy import devices
-from aoffpolicy.config import Config
+from aoffpolicy.config import Config, Weights
 from aoffpolicy.devices import DeviceKind
+from aoffpolicy.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +65,24 @@ def make_plan(config: Config, cores: Sequence[int] | None = None) -> tuple[Plann
         PlannedProcess("reward", rank, config.reward.workers, "cpu", 0, (), 1) for rank in range(config.reward.workers)
     ]
     return tuple(plan)
+
+
+def with_weights_backend(config: Config, plan: Sequence[PlannedProcess]) -> Config:
+    """The config with `weights.backend = "auto"` decided: that of the device that all members are on, or gloo.
+
+    Raises:
+        ConfigError: This version does not have it.
+    """
+    if config.weights.backend != "auto":
+        return config
+    kinds = {process.device_kind for process in plan if process.role != "reward"}
+    backends = {devices.COLLECTIVE_BACKEND[kind] for kind in kinds}
+    backend = backends.pop() if len(backends) == 1 else "gloo"
+    if backend not in get_args(Weights.model_fields["backend"].annotation):
+        raise ConfigError(
+            [
+                f"weights.backend: device {kinds.pop()} takes {backend}, which this version does not have yet; "
+                'weights.backend = "gloo" sends through host memory'
+            ]
+        )
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"backend": backend})})

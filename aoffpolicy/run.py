@@ -21,7 +21,6 @@ from aoffpolicy.config import Config
 from aoffpolicy.console import StepPrinter
 from aoffpolicy.controller import RemoteRollout, RemoteTrainer, RemoteWeightSync, Shards, call_all
 from aoffpolicy.data.prompts import build_eval_prompts, build_prompts, load_tokenizer
-from aoffpolicy.devices import COLLECTIVE_BACKEND
 from aoffpolicy.errors import PeerLostError, first_cause
 from aoffpolicy.plan import PlannedProcess
 from aoffpolicy.reporting import Reporter
@@ -219,9 +218,8 @@ class Run:
 
     def _group_settings(self, store: RendezvousStore) -> GroupSettings:
         weights = self._config.weights
-        kinds = {process.device_kind for process in self._plan if process.role != "reward"}
         return GroupSettings(
-            backend=COLLECTIVE_BACKEND[kinds.pop()] if weights.backend == "auto" and len(kinds) == 1 else "gloo",
+            backend=weights.backend,
             interface=store.host,
             bucket_bytes=weights.bucket_bytes,
             join_timeout_s=weights.join_timeout_s,

@@ -2,8 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from aoffpolicy import launch
 from aoffpolicy.config import Config
-from aoffpolicy.plan import make_plan
+from aoffpolicy.errors import ConfigError
+from aoffpolicy.plan import make_plan, with_weights_backend
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))
 
 
 def config(**sections: dict[str, object]) -> Config:
@@ -36,3 +42,24 @@ def test_accelerators_go_to_trainer_ranks_first_then_to_engines() -> None:
         cores=(0, 1),
     )
     assert [p.device for p in plan[:4]] == ["npu:0", "npu:1", "npu:2", "npu:6"]
+
+
+def test_weights_go_over_the_backend_of_the_device_that_all_are_on() -> None:
+    def backend(**sections: dict[str, object]) -> str:
+        wanted = config(**sections)
+        return with_weights_backend(wanted, make_plan(wanted, cores=(0,))).weights.backend
+
+    cuda = {"device": "cuda"}
+    assert backend() == "gloo"
+    assert backend(trainer=cuda) == "gloo"
+    assert backend(trainer=cuda, rollout=cuda, weights={"backend": "gloo"}) == "gloo"
+    with pytest.raises(ConfigError, match="device cuda takes nccl, which this version does not have"):
+        backend(trainer=cuda, rollout=cuda)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_can_be_planned(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert launch.main([str(path), "--model.path", str(tmp_path), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "trainer" in said and "rollout" in said and 'backend = "gloo"' in said

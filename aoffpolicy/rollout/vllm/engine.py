@@ -20,16 +20,18 @@ from aoffpolicy.config import Config
 from aoffpolicy.devices import DeviceKind
 from aoffpolicy.errors import DataError, EngineError
 from aoffpolicy.rollout.vllm import arguments
-from aoffpolicy.rollout.vllm.log_tail import errors_since, position
 from aoffpolicy.rollout.vllm.outputs import Stamps, sample_of
-from aoffpolicy.rollout.vllm.plugin import BACKEND, OWNER
+from aoffpolicy.rollout.vllm.plugin import OWNER
 from aoffpolicy.rollout.vllm.receivers import EngineReceivers
+from aoffpolicy.rollout.vllm.start import start
 from aoffpolicy.samples import Prompt, SampleGroup
 from aoffpolicy.transport.manifest import specs_of
 from aoffpolicy.transport.messages import Sampling, TensorSpec
 
 logger = logging.getLogger(__name__)
 SEEDS = 2**31
+LEAVE_S = 10.0
+"""For the engine's workers to leave an update that failed."""
 
 
 class VllmEngine:
@@ -78,29 +80,10 @@ class VllmEngine:
     def _own_engine(self, started: Future[Any]) -> None:
         """In a thread that lives as long as this process: the engine's processes die with the thread that made them."""
         try:
-            started.set_result(self._start())
+            started.set_result(start(self._config, self._kind))
         except BaseException as error:
             started.set_exception(error)
         self._leave.wait()
-
-    def _start(self) -> Any:
-        began = position()
-        try:
-            from vllm.config import WeightTransferConfig
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-        except ImportError as error:
-            package = arguments.PACKAGES[self._kind]
-            raise EngineError(f"vLLM cannot be imported ({error}); on {self._kind} install {package}") from error
-        given = arguments.engine_arguments(self._config, self._kind)
-        if unknown := set(given) - set(AsyncEngineArgs.__dataclass_fields__):
-            raise EngineError(f"rollout.vllm.{min(unknown)}: this vLLM has no such engine argument")
-        try:
-            wanted = AsyncEngineArgs(**given, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
-            return AsyncLLM.from_engine_args(wanted)
-        except Exception as error:
-            said = errors_since(began)
-            raise EngineError(f"vLLM did not start: {error}" + (f"; it said:\n{said}" if said else "")) from error
 
     @property
     def capacity(self) -> int:
@@ -130,8 +113,13 @@ class VllmEngine:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+        model = {
+            "dtype": str(self._llm.model_config.dtype).removeprefix("torch."),
+            "quantized": self._llm.model_config.quantization is not None,
+        }
+
         async def install(orders: Mapping[str, Any]) -> None:
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(orders)))
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={**orders, **model}))
 
         receivers = EngineReceivers(
             host="::1" if ":" in self._config.control.host else "127.0.0.1",
@@ -265,6 +253,7 @@ class VllmEngine:
                     await self._llm.resume_generation()
         except BaseException as error:
             self._lose_running(f"the last weight update failed and must be repeated: {error or type(error).__name__}")
+            await self._leave_update()
             if isinstance(error, Exception):
                 raise EngineError(f"vLLM did not load version {version}: {await self._cause(error)}") from error
             raise
@@ -272,6 +261,16 @@ class VllmEngine:
             self._refusal = None
         finally:
             self._updated.set()
+
+    async def _leave_update(self) -> None:
+        """vllm-ascend 0.23 stays in an update that failed, and would refuse the next; vLLM itself leaves it."""
+        if self._reports_versions:
+            return
+        with anyio.move_on_after(LEAVE_S, shield=True):
+            try:
+                await self._llm.finish_weight_update()
+            except Exception as error:
+                logger.info("the failed update was left already: %s", error)
 
     async def _forget_cache(self) -> None:
         if self._swap == "in_flight_recompute":

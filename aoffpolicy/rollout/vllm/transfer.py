@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -29,13 +29,16 @@ from aoffpolicy.transport.manifest import Named
 
 @dataclass(kw_only=True)
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """`member.Orders` as vLLM carries it."""
+    """`member.Orders` as vLLM carries it, and what 0.23 does not tell the engine about the model."""
 
     control_url: str = ""
     run_id: str = ""
     heartbeat_timeout_s: float = 10.0
     backend: str = "gloo"
     specs: Sequence[tuple[str, str, Sequence[int]]] = ()
+    dtype: str = "float32"
+    """Of the model."""
+    quantized: bool = False
 
 
 @dataclass(kw_only=True)
@@ -54,13 +57,15 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._model_config = getattr(self, "model_config", None) or get_current_vllm_config().model_config
         self._member: EngineWorkerMember | None = None
+        self._quantized = False
+        self._dtype = torch.float32
         self._tied = TiedWeights(self.model)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Get ready to join weight groups; joining itself happens in another thread, whenever it is asked for."""
         self.shutdown()
+        self._quantized, self._dtype = init_info.quantized, getattr(torch, init_info.dtype)
         fields = {name: value for name, value in asdict(init_info).items() if name in Orders.__dataclass_fields__}
         self._member = EngineWorkerMember(Orders(**fields), self.parallel_config.rank, _current_device())
 
@@ -91,14 +96,13 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         try:
             self._member.load(update_info.term, use, update_info.timeout_s)
         except BaseException:
-            with _current_device():
-                finalize_layerwise_reload(self.model, self._model_config)
+            self._finalize()
             raise
 
     def finish_weight_update(self) -> None:
         """Bring the new weights into the form that the kernels use (0.32)."""
+        self._finalize()
         with _current_device():
-            finalize_layerwise_reload(self.model, self._model_config)
             repack_experts(self.model)
 
     def shutdown(self) -> None:
@@ -107,6 +111,11 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             self._member.close()
             self._member = None
 
+    def _finalize(self) -> None:
+        """Of the model's config only the dtype is used, for attention layers."""
+        with _current_device():
+            finalize_layerwise_reload(self.model, SimpleNamespace(dtype=self._dtype))
+
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Named], trainer_args: Any) -> None:
         """Of the interface of 0.23; here trainers send through `aoffpolicy.transport`."""
@@ -114,7 +123,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def _refuse_missing(self, loaded: Collection[str] | None) -> None:
         """vLLM silently keeps the old weights of a layer left out. Quantized layers have other names."""
-        if loaded is None or self._model_config.quantization is not None:
+        if loaded is None or self._quantized:
             return
         names = {name for name, _ in self.model.named_parameters()}
         if missing := names.difference(loaded) - self._tied.names:
