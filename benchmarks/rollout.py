@@ -25,7 +25,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from prompts import make_prompts
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from aoffpolicy.rollout.torch_engine import TorchEngine
 from aoffpolicy.samples import Prompt
@@ -45,18 +46,6 @@ class Job:
     @property
     def tokens(self) -> int:
         return self.sequences * self.max_tokens
-
-
-def make_prompts(path: Path, count: int) -> tuple[Prompt, ...]:
-    """Chat prompts of about 45 tokens: one sum each."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    numbers = np.random.default_rng(0).integers(1, 1000, (count, 2)).tolist()
-    prompts = []
-    for uid, (left, right) in enumerate(numbers):
-        chat = [{"role": "user", "content": f"What is {left} + {right}? Answer with the number only."}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        prompts.append(Prompt(uid=uid, token_ids_P=np.array(ids, dtype=np.int32)))
-    return tuple(prompts)
 
 
 def build_engine(path: Path, job: Job) -> TorchEngine:

@@ -16,7 +16,7 @@ import secrets
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import anyio
-import numpy as np
-from transformers import AutoTokenizer
+from prompts import make_prompts
 
 from aoffpolicy.child import Bootstrap
 from aoffpolicy.config import Config
@@ -38,18 +37,6 @@ from aoffpolicy.transport.wire import PeerId
 
 WORKER = PeerId("rollout", 0)
 START_S, CALL_S = 600.0, 600.0
-
-
-def make_prompts(path: Path, count: int) -> list[Prompt]:
-    """Chat prompts of about 45 tokens: one sum each."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    numbers = np.random.default_rng(0).integers(1, 1000, (count, 2)).tolist()
-    prompts = []
-    for uid, (left, right) in enumerate(numbers):
-        chat = [{"role": "user", "content": f"What is {left} + {right}? Answer with the number only."}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        prompts.append(Prompt(uid=uid, token_ids_P=np.array(ids, dtype=np.int32)))
-    return prompts
 
 
 @asynccontextmanager
@@ -89,7 +76,7 @@ def start_bare(config: Config) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments.engine_arguments(config, "cpu")))
 
 
-async def ask_worker(server: ControlServer, prompts: list[Prompt], sampling: Sampling) -> int:
+async def ask_worker(server: ControlServer, prompts: Sequence[Prompt], sampling: Sampling) -> int:
     """Serve all groups. Returns the tokens generated."""
     counts: list[int] = []
 
@@ -103,7 +90,7 @@ async def ask_worker(server: ControlServer, prompts: list[Prompt], sampling: Sam
     return sum(counts)
 
 
-async def ask_bare(llm: Any, prompts: list[Prompt], sampling: Sampling, repeat: int) -> int:
+async def ask_bare(llm: Any, prompts: Sequence[Prompt], sampling: Sampling, repeat: int) -> int:
     """The same of the bare engine."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -144,6 +131,7 @@ async def measure(parsed: argparse.Namespace) -> dict[str, float]:
                 "max_sequences": parsed.prompts * parsed.group_size,
                 "threads": parsed.threads,
             },
+            "weights": {"backend": "gloo"},
         }
     )
     prompts = make_prompts(parsed.model, parsed.prompts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,12 @@ def rows(table: str) -> dict[str, list[str]]:
     return {name: cells for cells in lines for name in re.findall(r"`(\w+)`", cells[0])}
 
 
+def config_of(name: str) -> Config:
+    return Config.model_validate(
+        {"model": {"path": "m"}, "data": {"source": "d"}, "algorithm": {"name": name}, "rollout": {"max_tokens": 50}}
+    )
+
+
 def test_every_algorithm_and_every_key_has_its_row() -> None:
     assert rows(TABLE).keys() == ALGORITHMS.keys()
     assert rows(KEYS).keys() == Algorithm.model_fields.keys()
@@ -29,10 +36,7 @@ def test_every_algorithm_and_every_key_has_its_row() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_row_says_what_the_recipe_does(name: str) -> None:
-    config = Config.model_validate(
-        {"model": {"path": "m"}, "data": {"source": "d"}, "algorithm": {"name": name}, "rollout": {"max_tokens": 50}}
-    )
-    recipe = algorithms.build(config)
+    recipe = algorithms.build(config_of(name))
     _, paper, _, loss, clip, aggregation = rows(TABLE)[name]
     arxiv = re.search(r"\[([\d.]+)\]", paper)
     assert arxiv and arxiv[1] in recipe_source(name)
@@ -46,6 +50,13 @@ def test_the_row_says_what_the_recipe_does(name: str) -> None:
 def recipe_source(name: str) -> str:
     module = ALGORITHMS[name].split(":")[0].split(".")[-1]
     return (Path(algorithms.__file__).parent / f"{module}.py").read_text()
+
+
+def test_the_example_of_an_own_algorithm_works() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["clipped_rloo"](config_of("rloo")).aggregation == "token_mean"
 
 
 def test_the_metrics_of_off_policyness_are_named() -> None:

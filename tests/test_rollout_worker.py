@@ -37,6 +37,7 @@ def config_of(path: Path) -> Config:
             "model": {"path": path},
             "data": {"source": "reasoning_gym:chain_sum", "group_size": 4, "max_prompt_tokens": 30},
             "rollout": {"max_tokens": 10, "max_sequences": 16},
+            "weights": {"backend": "gloo"},
         }
     )
 

@@ -49,9 +49,6 @@ class NPUWorker:
         self._happen = happen
         self._weight_update_active = False
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._engine.init_transfer_engine(self._engine.parse_init_info(init_info))
-
     def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
         if self._weight_update_active:
             raise RuntimeError("start_weight_update called while a weight update is already active.")

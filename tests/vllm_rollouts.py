@@ -41,7 +41,7 @@ def config_of(path: Path, **changes: Mapping[str, Any]) -> Config:
         "model": {"path": path},
         "data": {"source": "reasoning_gym:chain_sum", "group_size": 2, "max_prompt_tokens": 64},
         "rollout": {"engine": "tests.vllm_engines:BatchedEngine", "max_tokens": 24, "max_sequences": 8, "threads": 1},
-        "weights": {"join_timeout_s": 60, "sync_timeout_s": 60},
+        "weights": {"backend": "gloo", "join_timeout_s": 60, "sync_timeout_s": 60},
     }
     for section, values in changes.items():
         tree.setdefault(section, {}).update(values)

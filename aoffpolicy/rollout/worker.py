@@ -7,7 +7,6 @@ import torch
 
 from aoffpolicy import child
 from aoffpolicy.child import Bootstrap, Handlers
-from aoffpolicy.devices import COLLECTIVE_BACKEND
 from aoffpolicy.errors import EngineError
 from aoffpolicy.rollout.engine import Engine, Receiver, engine_class
 from aoffpolicy.transport.messages import (
@@ -52,9 +51,7 @@ class RolloutWorker:
     async def start(self, request: Start) -> Started:
         """Load the model, warm up, and get ready to receive weights."""
         engine = self._engine = await anyio.to_thread.run_sync(self._build)
-        weights = self._bootstrap.config.weights
-        backend = COLLECTIVE_BACKEND[self._bootstrap.device_kind] if weights.backend == "auto" else weights.backend
-        self._receiver = await engine.receiver(backend, self._device)
+        self._receiver = await engine.receiver(self._bootstrap.config.weights.backend, self._device)
         return Started(capacity=engine.capacity, context_length=engine.context_length)
 
     @property

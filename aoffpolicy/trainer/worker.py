@@ -74,13 +74,12 @@ class TrainerWorker:
     async def start(self, request: Start) -> Started:
         """Meet the other ranks, build the model, and load the checkpoint if there is one."""
         scheduler_state = await self._lane.run(lambda: self._build(request.resume_from))
-        backend, kind = self._started(), self._bootstrap.device_kind
-        backends = self._bootstrap.config.weights.backend
+        backend = self._started()
         root = self._bootstrap.rank == 0
         dtype = getattr(torch, self._bootstrap.config.model.dtype)
         self._member = WeightMember(
             "send",
-            backend=COLLECTIVE_BACKEND[kind] if backends == "auto" else backends,
+            backend=self._bootstrap.config.weights.backend,
             specs=specs_of(backend.named_weights(), dtype) if root else (),
             gather=backend.export_weights,
             root=root,
