@@ -90,8 +90,11 @@ async def test_updated_engines_equal_one_that_was_loaded_with_the_new_weights(
 async def test_a_running_engine(tmp_path: Path) -> None:
     """One engine, since it takes long to start: what is asked of it one after another."""
     old, new = llama(tmp_path / "old", seed=0), llama(tmp_path / "new", seed=1)
-    async with rollouts(tmp_path / "logs", config_of(old), config_of(new)) as running:
+    small_steps = {"vllm": {"max_num_batched_tokens": 96}}
+    configs = [config_of(path, rollout=small_steps) for path in (old, new)]
+    async with rollouts(tmp_path / "logs", *configs) as running:
         engine, fresh = running.peers
+        await many_long_prompts_are_served_at_once(running)
         await cached_prefixes_are_forgotten(running, weights_of(new))
         await mismatches_are_refused_before_anything_moves(running, weights_of(new))
         await failed_updates_are_repeated_in_full(running, weights_of(new), weights_of(old))
@@ -104,6 +107,15 @@ async def test_a_running_engine(tmp_path: Path) -> None:
 
 LONG_PREFIX = Prompt(uid=9, token_ids_P=np.array([7, 8, 9, 10] * 15, dtype=np.int32))
 """Over three blocks of the prefix cache."""
+
+
+async def many_long_prompts_are_served_at_once(running: Rollouts) -> None:
+    """More tokens than one of vLLM's steps takes: a prompt cut in two would kill the worker on CPU (arguments.py)."""
+    engine, _ = running.peers
+    async with anyio.create_task_group() as tasks:
+        for uid in range(20, 26):
+            prompt = Prompt(uid=uid, token_ids_P=np.full(60, uid, dtype=np.int32))
+            tasks.start_soon(lambda prompt=prompt: running.generate(engine, prompt, n=2, temperature=1.0))
 
 
 async def cached_prefixes_are_forgotten(running: Rollouts, new: list[Named]) -> None:

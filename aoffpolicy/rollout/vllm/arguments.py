@@ -42,6 +42,9 @@ def engine_arguments(config: Config, kind: DeviceKind) -> dict[str, Any]:
     }
     if kind == "cpu":
         arguments["enforce_eager"] = True  # compiling takes minutes there
+        # A cut prompt of a request with a seed kills the worker there: it moves the offset of the request's random
+        # generator, which CPU generators do not have (vllm 0.32.0, v1/worker/gpu_model_runner.py:3502).
+        arguments["enable_chunked_prefill"] = False
     if kind == "npu":
         arguments["distributed_executor_backend"] = "mp"
     return {**arguments, **config.rollout.vllm}
