@@ -58,6 +58,7 @@ async def worker(config: Config) -> AsyncIterator[ControlServer]:
                     run_id=run_id,
                     parent_pid=os.getpid(),
                     control_url=server.address.url,
+                    threads=config.rollout.threads,
                 )
             )
             await server.wait_for(WORKER, START_S)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import stat
@@ -130,21 +131,39 @@ async def test_a_snapshot_of_a_run_that_said_nothing_yet_is_empty() -> None:
 
 async def test_nothing_is_seen_twice_or_missed_by_one_who_joins_in_the_middle() -> None:
     async with stream() as s:
+        joining = anyio.Event()
 
         async def publish() -> None:
-            for step in range(200):
+            for step in itertools.count():
                 s.publisher.publish(StepEvent(step=step, metrics={}))
+                if step == 50:
+                    joining.set()
                 await anyio.sleep(0.001)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(publish)
-            await anyio.sleep(0.05)
+            await joining.wait()
             with s.subscriber() as subscriber:
-                seqs = [(await anext(subscriber)).seq]
-                while seqs[-1] < 200:
-                    seqs.append((await anext(subscriber)).seq)
-        assert seqs == list(range(seqs[0], 201))
-        assert seqs[0] < 190
+                events = [await anext(subscriber)]
+                while sum(not event.replay for event in events) < 100:
+                    events.append(await anext(subscriber))
+            tasks.cancel_scope.cancel()
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+        replays = [event.replay for event in events]
+        assert replays == sorted(replays, reverse=True)  # all last values come first
+
+
+async def test_what_happens_while_the_last_values_are_on_their_way_comes_after_them() -> None:
+    async with stream() as s:
+        for step in range(2):
+            s.publisher.publish(StepEvent(step=step, metrics={}))
+        with s.subscriber() as subscriber:
+            for _ in range(100):
+                s.publisher.publish(StepEvent(step=2, metrics={}))
+                time.sleep(0.002)  # noqa: ASYNC251  # the publisher shall not get its turn to answer the newcomer
+            events = await take(subscriber, 3)
+        assert [(event.seq, event.replay) for event in events[:2]] == [(1, True), (2, True)]
+        assert not events[2].replay
 
 
 async def test_a_subscriber_that_reads_nothing_loses_events_and_holds_up_nobody() -> None:

@@ -162,8 +162,10 @@ def test_wandb_goes_on_offline_when_the_service_cannot_be_reached_and_the_proces
 
 def wandb_history(folder: Path) -> list[tuple[int, float | None]]:
     """Step and loss of every row in the one offline run."""
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # its service writes the end of the file after the run has finished
     (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     history = []
     for data in leveldb_log(path.read_bytes()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,8 @@ from aoffpolicy.transport.event_order import EventOrder
 from aoffpolicy.transport.event_schema import LIVE, REPLAY, AnyEvent, decode_event
 from aoffpolicy.transport.security import KeyPair, secure_client
 
+_HELD = 1000
+"""Live events that wait for the last values; with more, the end of those must have been dropped on the way."""
 _TURNED_AWAY = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -55,6 +58,9 @@ class StatusSubscriber:
         self._lost_at: float | None = None
         """When the connection was lost, on the monotonic clock."""
         self._caught_up = False
+        """Whether all last values of this connection have come."""
+        self._held: deque[AnyEvent] = deque()
+        """Live events that came before them."""
         hosts = resolve(address.host)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
@@ -91,6 +97,8 @@ class StatusSubscriber:
                 events.append(event)
             elif not self._caught_up and not self._poll(deadline - time.monotonic()) and time.monotonic() >= deadline:
                 raise self._silence(timeout_s)
+        events.extend(self._held)
+        self._held.clear()
         return events
 
     def take(self, timeout_s: float) -> AnyEvent | None:
@@ -163,6 +171,9 @@ class StatusSubscriber:
     def _take(self) -> AnyEvent | None:
         """The next event that has arrived, or None; what came before a lost connection is still delivered."""
         while True:
+            if self._held and (self._caught_up or self._is_over() or len(self._held) > _HELD):
+                self._caught_up = True
+                return self._held.popleft()
             try:
                 topic, data = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -178,7 +189,9 @@ class StatusSubscriber:
                 continue
             event = decode_event(data)
             if self._order.is_new(event):
-                return event
+                if event.replay or self._caught_up:
+                    return event
+                self._held.append(event)
 
     def _is_over(self) -> bool:
         return self._lost_at is not None and time.monotonic() - self._lost_at >= self._reconnect_s
@@ -197,6 +210,7 @@ class StatusSubscriber:
                 if self._lost_at is not None:
                     self._order.resume()
                     self._lost_at = None
+                    self._caught_up = False
                     changed = True
                 self._connected = True
             elif self._connected and self._lost_at is None:
