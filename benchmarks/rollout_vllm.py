@@ -37,6 +37,8 @@ from aoffpolicy.transport.wire import PeerId
 
 WORKER = PeerId("rollout", 0)
 START_S, CALL_S = 600.0, 600.0
+REST_S = 2.0
+"""An engine's processes spin for a second after its last request."""
 
 
 @asynccontextmanager
@@ -147,6 +149,7 @@ async def measure(parsed: argparse.Namespace) -> dict[str, float]:
                     "bare": lambda sampling=sampling, repeat=repeat: ask_bare(llm, prompts, sampling, repeat),
                 }
                 for name in sorted(calls, reverse=repeat % 2 == 0):  # each goes first in turn
+                    await anyio.sleep(REST_S)
                     began = time.perf_counter()
                     tokens = await calls[name]()
                     assert tokens == parsed.prompts * parsed.group_size * parsed.max_tokens
@@ -170,8 +173,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument("--repeats", type=int, default=5, help="pairs of runs; the medians are reported")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7, help="pairs of runs; the medians are reported")
+    parser.add_argument("--threads", type=int, default=1, help="of each engine; vLLM's own processes take a core too")
     parser.add_argument("--json", type=Path, help="write the figures as one flat object")
     parsed = parser.parse_args()
     figures = anyio.run(measure, parsed)
