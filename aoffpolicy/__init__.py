@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aoffpolicy.errors import AoffpolicyError, RoleError, SchedulerError
-    from aoffpolicy.protocols import GroupDropped, GroupRequest, Prompts, Rollout, Trainer, WeightSync
+    from aoffpolicy.protocols import GroupDropped, GroupRequest, Prompts, Rollout, RolloutsLost, Trainer, WeightSync
     from aoffpolicy.records import PhaseEvent, StepRecord, verdict
     from aoffpolicy.samples import Batch, Prompt, Sample, SampleGroup
     from aoffpolicy.scheduler import Scheduler
@@ -24,6 +24,7 @@ __all__ = [
     "Prompts",
     "RoleError",
     "Rollout",
+    "RolloutsLost",
     "Sample",
     "SampleGroup",
     "Scheduler",
@@ -38,7 +39,7 @@ __all__ = [
 
 _HOMES = {
     "errors": ("AoffpolicyError", "RoleError", "SchedulerError"),
-    "protocols": ("GroupDropped", "GroupRequest", "Prompts", "Rollout", "Trainer", "WeightSync"),
+    "protocols": ("GroupDropped", "GroupRequest", "Prompts", "Rollout", "RolloutsLost", "Trainer", "WeightSync"),
     "records": ("PhaseEvent", "StepRecord", "verdict"),
     "samples": ("Batch", "Prompt", "Sample", "SampleGroup"),
     "scheduler": ("Scheduler",),

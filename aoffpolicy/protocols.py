@@ -31,6 +31,13 @@ class GroupDropped(Exception):
         super().__init__(reason)
 
 
+class RolloutsLost(Exception):
+    """Raised by `Rollout.generate` when no rollout is left that holds weights.
+
+    Nothing is lost by it: the group is generated once the weights were sent again, and loaded by at least one rollout.
+    """
+
+
 class Prompts(Protocol):
     """The data in dispatch order; a list will do."""
 
@@ -52,6 +59,7 @@ class Rollout(Protocol):
 
         Raises:
             GroupDropped: The group is to be counted as dropped; the run goes on.
+            RolloutsLost: Nobody can generate until weights are sent again.
         """
         ...
 
@@ -75,10 +83,11 @@ class WeightSync(Protocol):
     async def send(self, version: int) -> None:
         """Send the trainer's weights as this version; returns when the trainer may go on.
 
-        With swap "boundary" no generation runs from before this call until `load` returns.
+        With swap "boundary" no generation runs from before this call until `load` returns. After `RolloutsLost` a
+        version may be sent once more.
         """
         ...
 
     async def load(self, version: int) -> None:
-        """Returns when every rollout generates under this version."""
+        """Returns when every rollout that is not lost generates under this version."""
         ...

@@ -18,13 +18,14 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from aoffpolicy.errors import RoleError, SchedulerError, first_cause
-from aoffpolicy.protocols import GroupRequest, Prompts, Rollout, Trainer, WeightSync
+from aoffpolicy.protocols import GroupRequest, Prompts, Rollout, RolloutsLost, Trainer, WeightSync
 from aoffpolicy.records import PhaseEvent, StepRecord
 from aoffpolicy.samples import Batch, Prompt
 from aoffpolicy.scheduling.attempts import GroupAttempts
 from aoffpolicy.scheduling.calls import call_role
 from aoffpolicy.scheduling.change import Change
 from aoffpolicy.scheduling.evaluating import Evaluating
+from aoffpolicy.scheduling.groups import Outcome
 from aoffpolicy.scheduling.ledger import StepLedger
 from aoffpolicy.scheduling.phases import Phases
 from aoffpolicy.scheduling.record_queue import RecordQueue
@@ -101,6 +102,7 @@ class Scheduler:
         self._saving = False
         self._draining = False  # a new version waits for the rollouts to become idle
         self._swapping = False  # weights are on their way: no generation
+        self._lost = False  # no rollout holds weights: no generation until they are sent again
         self._data_ended = False
         self._interrupted = False
         self._evaluation: Evaluating | None = None
@@ -214,11 +216,20 @@ class Scheduler:
         if self._step >= self._settings.steps:
             return None
         ledger = self._ledger(self._step)
-        await self._change.until(lambda: self._interrupted or self._is_complete(ledger))
+        await self._until_generated(lambda: self._is_complete(ledger))
         if self._interrupted or not ledger.dispatched:
             return None
         self._end_of_generation(ledger)
         return ledger
+
+    async def _until_generated(self, condition: Callable[[], bool]) -> None:
+        """Wait, between two training steps, for what the rollouts bring; if all are lost, send the weights again."""
+        while True:
+            await self._change.until(lambda: self._interrupted or self._lost or condition())
+            if self._interrupted or condition():
+                return
+            logger.warning("no rollout holds weights: version %d is sent again", self._version)
+            await self._swap_weights(made_by=self._step - 1)
 
     # --- 1. Dispatch: which group may start now? -------------------------------------------------------------------
 
@@ -228,7 +239,7 @@ class Scheduler:
             ledger, evaluation = self._ledger_to_fill(), self._evaluation
             if self._has_room() and ledger is not None:
                 self._dispatch_one(ledger)
-            elif self._has_room() and evaluation is not None and evaluation.waiting and not self._swapping:
+            elif self._has_room() and evaluation is not None and evaluation.waiting and self._may_generate():
                 self._in_flight += 1
                 self._phases.begin("rollout", "occupied")
                 self._groups.start_soon(self._generate_to_evaluate, evaluation, evaluation.waiting.popleft())
@@ -240,9 +251,12 @@ class Scheduler:
     def _has_room(self) -> bool:
         return self._settings.max_in_flight is None or self._in_flight < self._settings.max_in_flight
 
+    def _may_generate(self) -> bool:
+        return not (self._swapping or self._lost)
+
     def _ledger_to_fill(self) -> StepLedger | None:
         """The first step that needs a group and may have it started now."""
-        if self._swapping:
+        if not self._may_generate():
             return None
         first = self._step + self._training
         end = self._step + self._settings.batches_ahead + (self._training or self._saving)
@@ -295,13 +309,24 @@ class Scheduler:
 
     async def _generate_to_train(self, ledger: StepLedger, prompt: Prompt) -> None:
         request = GroupRequest(prompt, ledger.step, self._loaded)
-        outcome = await self._attempts.group(request, self._oldest_allowed(ledger.step))
+        outcome = await self._outcome(request, self._oldest_allowed(ledger.step))
         self._phases.end("rollout", "generate", "occupied")
-        ledger.settle(prompt.uid, outcome, anyio.current_time())
+        if outcome is None:
+            ledger.lose(prompt.uid)
+        else:
+            ledger.settle(prompt.uid, outcome, anyio.current_time())
         self._in_flight -= 1
         if self._is_complete(ledger):
             self._end_of_generation(ledger)
         self._change.notify()
+
+    async def _outcome(self, request: GroupRequest, oldest_allowed: int) -> Outcome | None:
+        """What became of a group; None if it was lost with all rollouts."""
+        try:
+            return await self._attempts.group(request, oldest_allowed)
+        except RolloutsLost:
+            self._lost = True
+            return None
 
     def _is_complete(self, ledger: StepLedger) -> bool:
         return not ledger.unfinished and (ledger.missing <= 0 or self._data_ended)
@@ -357,7 +382,8 @@ class Scheduler:
         self._draining = False
         if self._interrupted:
             return
-        self._swapping = True
+        self._swapping, self._lost = True, False
+        self._give_up_evaluation()
         self._sent = self._version
         self._phases.begin("occupied")
         with self._phases("send", made_by, self._version):
@@ -365,6 +391,8 @@ class Scheduler:
         self._groups.start_soon(self._load, self._version, made_by)
 
     def _rollouts_may_swap(self) -> bool:
+        if self._lost:
+            return not (self._swapping or self._in_flight)
         if self._settings.swap == "boundary":
             return self._rollouts_idle()
         return not self._swapping and self._evaluation is None
@@ -380,7 +408,7 @@ class Scheduler:
         self._phases.end("occupied")
         self._loaded = version
         self._swapping = False
-        if self._evaluation_due(version):
+        if self._evaluation_due(version) and self._evaluated != version:
             self._evaluate(version, made_by)
         self._change.notify()
 
@@ -404,10 +432,13 @@ class Scheduler:
 
     async def _generate_to_evaluate(self, evaluation: Evaluating, prompt: Prompt) -> None:
         request = GroupRequest(prompt, evaluation.made_by, evaluation.version, purpose="eval")
-        outcome = await self._attempts.group(request, evaluation.version)
+        outcome = await self._outcome(request, evaluation.version)
         self._phases.end("rollout", "occupied")
         self._in_flight -= 1
-        evaluation.settle(outcome)
+        if outcome is None:
+            evaluation.waiting.append(prompt)
+        else:
+            evaluation.settle(outcome)
         if evaluation.complete:
             now = anyio.current_time()
             result = evaluation.result(now)
@@ -416,11 +447,21 @@ class Scheduler:
             self._records.evaluated(evaluation.made_by, result)
         self._change.notify()
 
+    def _give_up_evaluation(self) -> None:
+        """All rollouts were lost, and what is sent now is not what was being evaluated: nobody holds that any more."""
+        evaluation = self._evaluation
+        if evaluation is None or evaluation.version == self._version:
+            return
+        logger.warning("version %d is not evaluated: every rollout that held it was lost", evaluation.version)
+        self._evaluation = None
+        self._phases.tell("eval", evaluation.made_by, evaluation.version, "end", anyio.current_time())
+        self._records.release(evaluation.made_by)
+
     async def _evaluate_final(self) -> None:
         """Evaluate the weights that the run ends with, whatever their number."""
         if self._settings.eval_every and self._windows.is_open and self._evaluated != self._version:
             self._evaluate(self._version, made_by=self._step - 1)
-        await self._change.until(lambda: self._interrupted or self._evaluation is None)
+        await self._until_generated(lambda: self._evaluation is None)
 
     def _checkpoint_due(self) -> bool:
         every = self._settings.checkpoint_every

@@ -7,6 +7,7 @@ of order, two versions on their way at once, tokens older than allowed.
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import trio.testing
 
@@ -23,6 +25,7 @@ from aoffpolicy import (
     GroupRequest,
     PhaseEvent,
     Prompt,
+    RolloutsLost,
     Sample,
     SampleGroup,
     Scheduler,
@@ -143,6 +146,8 @@ class World:
     """uids of every step trained."""
     saved: list[tuple[int, bytes]] = field(default_factory=list)
     loaded: int = 0
+    fresh_from: float = -math.inf
+    """When the sending of the loaded weights began: rollouts that were lost later do not hold them."""
     generating: Counter[str] = field(default_factory=Counter)
     dispatched: list[GroupRequest] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
@@ -175,6 +180,7 @@ class SimulatedRoles:
         drop: Whether the rollout gives up on a prompt.
         rewards: Rewards of a prompt's group.
         in_flight: Weights may be swapped while groups are generated, which then have tokens of two versions.
+        losses: Moments at which all rollouts are lost, for new ones to come at once.
         hook: Awaited at the beginning and at the end of every call with "call:begin" or "call:end"; may raise or hang.
     """
 
@@ -186,6 +192,7 @@ class SimulatedRoles:
         drop: Callable[[int], bool] = lambda uid: False,
         rewards: Callable[[int], Sequence[float]] = lambda uid: (0.0, 1.0),
         in_flight: bool = False,
+        losses: Sequence[float] = (),
         hook: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self.world = world
@@ -193,6 +200,7 @@ class SimulatedRoles:
         self._drop = drop
         self._rewards = rewards
         self._in_flight = in_flight
+        self._losses = sorted(losses)
         self._hook = hook
 
     async def generate(self, request: GroupRequest) -> SampleGroup:
@@ -203,14 +211,22 @@ class SimulatedRoles:
         world.generating[request.purpose] += 1
         first_version = world.loaded
         try:
-            await self._work("generate", request.prompt.uid)
+            with anyio.CancelScope(deadline=self._next_loss()):
+                await self._work("generate", request.prompt.uid)
+                await anyio.lowlevel.checkpoint()  # so that a loss in the past is noticed without time passing
         finally:
             world.generating[request.purpose] -= 1
+        if anyio.current_time() >= self._next_loss():
+            raise RolloutsLost
         assert self._in_flight or not world.swapping, "weights were swapped under a running generation"
         if self._drop(request.prompt.uid):
             raise GroupDropped("simulated")
         rewards = self._rewards(request.prompt.uid)
         return group(request.prompt, first_version, rewards=rewards, last_version=world.loaded)
+
+    def _next_loss(self) -> float:
+        """The first moment since the weights were sent at which all rollouts are lost."""
+        return next((moment for moment in self._losses if moment > self.world.fresh_from), math.inf)
 
     async def train(self, step: int, batch: Batch) -> Mapping[str, float]:
         world = self.world
@@ -237,6 +253,7 @@ class SimulatedRoles:
         assert not world.generating["eval"] and (self._in_flight or not world.generating["train"])
         world.swapping = True
         world.sent.append(version)
+        world.fresh_from = anyio.current_time()
         await self._work("send", version)
 
     async def load(self, version: int) -> None:

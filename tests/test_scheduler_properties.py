@@ -39,6 +39,8 @@ class Case:
     filtered: frozenset[int]
     failing: frozenset[int]
     """uids that the rollout gives up on."""
+    losses: tuple[float, ...] = ()
+    """Moments at which all rollouts are lost."""
 
     def duration(self) -> Duration:
         """Every call takes its own time, always the same."""
@@ -51,6 +53,7 @@ class Case:
             drop=self.failing.__contains__,
             rewards=lambda uid: (1.0, 1.0) if uid in self.filtered else (0.0, 1.0),
             in_flight=self.settings.swap == "in_flight",
+            losses=self.losses,
         )
 
     def run(self, backend: str = "asyncio") -> tuple[World, Result]:
@@ -147,12 +150,7 @@ def check_evaluations(case: Case, world: World, records: list[StepRecord]) -> No
 
 def check_times(world: World, result: Result) -> None:
     """Every second of a step has a name, and the names agree with what the roles measured themselves."""
-    for r in result.records:
-        trainer_line = r.time_train + r.time_sync + r.time_checkpoint + r.time_wait_rollout
-        rollout_line = r.time_rollout + r.time_eval + r.time_sync + r.time_load + r.time_wait_trainer
-        assert trainer_line == pytest.approx(r.time_step, abs=CLOSE)
-        assert rollout_line == pytest.approx(r.time_step, abs=CLOSE)
-        assert r.overlap_efficiency is None or 0 <= r.overlap_efficiency <= 1 + CLOSE
+    check_lines(result)
     total = sum(record.time_step + record.time_fill for record in result.records)
     if result.records:
         assert total == pytest.approx(result.seconds, abs=CLOSE)
@@ -162,6 +160,16 @@ def check_times(world: World, result: Result) -> None:
         assert measured == pytest.approx(world.busy_s[call], abs=CLOSE)
 
 
+def check_lines(result: Result) -> None:
+    for r in result.records:
+        trainer_line = r.time_train + r.time_sync + r.time_checkpoint + r.time_wait_rollout
+        rollout_line = r.time_rollout + r.time_eval + r.time_sync + r.time_load + r.time_wait_trainer
+        assert trainer_line == pytest.approx(r.time_step, abs=CLOSE)
+        assert rollout_line == pytest.approx(r.time_step, abs=CLOSE)
+        assert r.overlap_efficiency is None or 0 <= r.overlap_efficiency <= 1 + CLOSE
+
+
+backends = st.sampled_from(["asyncio", "asyncio", "trio"])
 EXAMPLES = settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FEWER = settings(EXAMPLES, max_examples=150)
 
@@ -199,6 +207,25 @@ def test_groups_that_the_rollout_gives_up_on_are_dropped_and_a_step_that_gets_no
 def test_without_drops_step_m_trains_the_mth_slice_of_the_data_whatever_the_timing(case: Case) -> None:
     world, _ = case.run()
     assert world.trained == slices(case, range(case.rows))
+
+
+@EXAMPLES
+@given(
+    cases(dropping=False, swaps=("boundary", "in_flight")), st.lists(st.floats(0, 60), min_size=1, max_size=6), backends
+)
+def test_rollouts_that_are_all_lost_cost_time_and_nothing_else(case: Case, losses: list[float], backend: str) -> None:
+    case = replace(case, losses=tuple(losses))
+    world, result = case.run(backend)
+    assert world.trained == slices(case, range(case.rows))
+    assert [record.step for record in result.records] == sorted(world.trained)
+    assert all(staleness <= case.settings.max_staleness for staleness in world.staleness)
+    assert sorted(set(world.sent) | {0}) == list(range(result.scheduler.version + 1)) and world.sent == sorted(
+        world.sent
+    )
+    assert world.loaded == result.scheduler.version
+    for record in result.records:
+        assert record.groups_dispatched == record.groups_trained
+    check_lines(result)
 
 
 @FEWER

@@ -25,7 +25,7 @@ class StepLedger:
         self.retries = 0
         self.dropped: Counter[DropReason] = Counter()
         self.again: deque[int] = deque()
-        """Prompts dispatched before a restart whose groups have to be generated again."""
+        """Prompts dispatched once whose groups were lost, with a restart or with all rollouts."""
         self.in_flight: set[int] = set()
         self.finished: dict[int, Finished] = {}
         self.first_dispatch: float | None = None
@@ -96,11 +96,17 @@ class StepLedger:
         return max(0.0, self.last_scored - max(self.first_dispatch, time))
 
     def dispatch(self, uid: int, now: float, *, fresh: bool) -> None:
-        """A group is started: of a fresh prompt, or of one whose earlier group was lost with a restart."""
+        """A group is started: of a fresh prompt, or of one whose earlier group was lost."""
         self.dispatched += fresh
         self.in_flight.add(uid)
         if self.first_dispatch is None:
             self.first_dispatch = now
+
+    def lose(self, uid: int) -> None:
+        """A group in flight was lost with all rollouts: its prompt has to be dispatched again."""
+        self.in_flight.remove(uid)
+        self.retries += 1
+        self.again = deque(sorted([*self.again, uid]))
 
     def settle(self, uid: int, outcome: Outcome, now: float) -> None:
         """A group in flight has come to its end."""

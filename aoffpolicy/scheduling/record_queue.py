@@ -31,6 +31,11 @@ class RecordQueue(AsyncIterator[StepRecord]):
         self._held.discard(step)
         self._hand_out()
 
+    def release(self, step: int) -> None:
+        """The evaluation that this step's record waits for will not come."""
+        self._held.discard(step)
+        self._hand_out()
+
     def put(self, record: StepRecord | None) -> None:
         if record is not None:
             self._closed.append(record)
