@@ -174,7 +174,18 @@ class Control(Section):
 
 
 class Supervisor(Section):
-    max_restarts: int = Field(0, ge=0, le=0, description="restarts of a child; 0 only: a death ends the run")
+    max_restarts: int = Field(
+        3, ge=0, description="restarts of one rollout worker within restart_window_s; 0: its death ends the run"
+    )
+    restart_window_s: float = Field(3600.0, gt=0, description="older restarts do not count")
+    restart_backoff_s: float = Field(
+        1.0, gt=0, description="before the first restart; doubled for each one that counts"
+    )
+    rollouts_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="with all rollout workers lost, seconds until a checkpoint is written and the run fails",
+    )
     start_timeout_s: float = Field(600.0, gt=0, description="deadline of starting all processes and loading the model")
     stop_timeout_s: float = Field(10.0, gt=0, description="grace before a child is killed")
     interrupt_timeout_s: float = Field(600.0, gt=0, description="deadline of the checkpoint that Ctrl-C asks for")

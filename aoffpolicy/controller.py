@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,17 @@ import numpy as np
 
 from aoffpolicy.algorithms import Algorithm
 from aoffpolicy.config import Config
-from aoffpolicy.errors import RoleError, first_cause
-from aoffpolicy.protocols import GroupDropped, GroupRequest
+from aoffpolicy.errors import (
+    EngineDiedError,
+    PeerLostError,
+    RendezvousError,
+    RoleError,
+    WeightSyncError,
+    first_cause,
+)
+from aoffpolicy.fleet import RolloutFleet
+from aoffpolicy.pool import PoolEmptyError, WorkerPool
+from aoffpolicy.protocols import GroupDropped, GroupRequest, RolloutsLost
 from aoffpolicy.samples import Batch, SampleGroup
 from aoffpolicy.trainer.checkpoint import prune
 from aoffpolicy.transport.control import ControlServer, PeerId
@@ -60,46 +68,6 @@ async def call_all(server: ControlServer, requests: Mapping[PeerId, Message], ti
     return replies
 
 
-class WorkerPool:
-    """Workers of one role with a bounded number of requests in flight in each; the least loaded is taken first.
-
-    Args:
-        capacities: Requests that each worker takes at once.
-        on_load: Called with a worker and its requests in flight whenever that number changes.
-    """
-
-    def __init__(self, capacities: Mapping[PeerId, int], on_load: Callable[[PeerId, int], None]) -> None:
-        self._capacities = dict(capacities)
-        self._on_load = on_load
-        self._in_flight: Counter[PeerId] = Counter()
-        self._turn = anyio.Condition()
-
-    @asynccontextmanager
-    async def worker(self, only: int | None = None) -> AsyncIterator[PeerId]:
-        """Hold one place in the least loaded worker, or in the worker of rank `only`; waits, in order, for a place."""
-        async with self._turn:
-            while (peer := self._free(only)) is None:
-                await self._turn.wait()
-            self._in_flight[peer] += 1
-            self._on_load(peer, self._in_flight[peer])
-        try:
-            yield peer
-        finally:
-            with anyio.CancelScope(shield=True):
-                async with self._turn:
-                    self._in_flight[peer] -= 1
-                    self._on_load(peer, self._in_flight[peer])
-                    self._turn.notify_all()
-
-    def _free(self, only: int | None) -> PeerId | None:
-        candidates = [
-            peer
-            for peer, capacity in self._capacities.items()
-            if self._in_flight[peer] < capacity and only in (None, peer.rank)
-        ]
-        return min(candidates, key=lambda peer: (self._in_flight[peer] / self._capacities[peer], peer), default=None)
-
-
 class GroupWatcher(Protocol):
     """Is told what becomes of groups; must not block."""
 
@@ -122,7 +90,7 @@ class RemoteRollout:
     Args:
         server: The control plane.
         config: The resolved config.
-        rollouts: Groups that each rollout worker takes at once.
+        fleet: The rollout workers.
         rewards: Groups that each reward worker takes at once.
         reward_errors: Counts, by reason, the completions that could not be scored.
         watcher: Sees every group and every change of a worker's load.
@@ -132,16 +100,15 @@ class RemoteRollout:
         self,
         server: ControlServer,
         config: Config,
-        rollouts: Mapping[PeerId, int],
+        fleet: RolloutFleet,
         rewards: Mapping[PeerId, int],
         reward_errors: Counter[str],
         watcher: GroupWatcher,
     ) -> None:
         self._server = server
         self._config = config
-        self._workers = len(rollouts)
-        self._rollouts = WorkerPool(rollouts, watcher.load)
-        self._rewards = WorkerPool(rewards, watcher.load)
+        self._fleet = fleet
+        self._rewards = WorkerPool(watcher.load, rewards)
         self._reward_errors = reward_errors
         self._watcher = watcher
 
@@ -155,14 +122,29 @@ class RemoteRollout:
 
     async def _generate(self, request: GroupRequest) -> SampleGroup:
         """The group as sampled; its metadata tell by which `rollout` and in how many seconds (`generate_s`)."""
-        static = request.prompt.uid % self._workers if self._config.run.deterministic else None
+        static = request.prompt.uid % self._fleet.size if self._config.run.deterministic else None
         message = Generate(prompt=request.prompt, sampling=self._sampling(request))
-        async with self._rollouts.worker(static) as peer:
-            since = anyio.current_time()
-            reply = await self._server.call(peer, message, self._config.control.request_timeout_s)
-            seconds = anyio.current_time() - since
+        while True:
+            try:
+                async with self._fleet.pool.worker(static) as peer:
+                    since = anyio.current_time()
+                    reply = await self._server.call(peer, message, self._config.control.request_timeout_s)
+                    seconds = anyio.current_time() - since
+                    break
+            except PoolEmptyError:
+                raise RolloutsLost from None
+            except RoleError as error:
+                if not self._another_may_try(peer, error):
+                    raise
+                logger.warning("prompt %d goes to another rollout worker: %s", request.prompt.uid, error)
         assert isinstance(reply, Generated)
         return replace(reply.group, metadata={**reply.group.metadata, "rollout": peer.rank, "generate_s": seconds})
+
+    def _another_may_try(self, peer: PeerId, error: RoleError) -> bool:
+        """Whether the worker is at fault and not the request."""
+        if isinstance(error, PeerLostError) or error.cause.startswith(EngineDiedError.__name__):
+            return self._fleet.takes_over(error)
+        return not self._fleet.pool.serves(peer)  # its weights were being replaced
 
     async def _score(self, request: GroupRequest, group: SampleGroup) -> Scored:
         message = Score(row=request.prompt.row, completions=tuple(sample.text for sample in group.samples))
@@ -309,13 +291,46 @@ class RemoteTrainer:
 
 
 class RemoteWeightSync:
-    """`WeightSync` over the weight plane."""
+    """`WeightSync` over the weight plane, to whichever rollout workers are there."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, fleet: RolloutFleet) -> None:
         self._coordinator = coordinator
+        self._fleet = fleet
+        self._receivers: Mapping[PeerId, int] = {}
+        """Of the formed group, with their incarnations."""
 
     async def send(self, version: int) -> None:
-        await self._coordinator.send(version)
+        """Send to everybody who is there; once more if somebody is lost on the way.
+
+        Raises:
+            NoRolloutError: Nobody is there, nor comes in time.
+            RendezvousError, WeightSyncError: The group was not formed, or the weights not sent, and nobody was lost.
+        """
+        self._fleet.hold()
+        while True:
+            receivers = await self._fleet.receivers()
+            try:
+                if receivers != self._receivers or not self._coordinator.is_formed:
+                    await self._coordinator.form(tuple(receivers))
+                    self._receivers = receivers
+                await self._coordinator.send(version)
+                return
+            except (RendezvousError, WeightSyncError) as error:
+                if not await self._fleet.lost_one_of(receivers):
+                    raise
+                logger.warning("version %d is sent again, to those who are left: %s", version, error)
 
     async def load(self, version: int) -> None:
-        await self._coordinator.load(version)
+        """Wait until it is loaded; who did not load it because somebody was lost gets the next version.
+
+        Raises:
+            WeightSyncError: Somebody failed who was not lost.
+        """
+        try:
+            await self._coordinator.load(version)
+        except WeightSyncError as error:
+            if not await self._fleet.lost_one_of(self._receivers):
+                raise
+            logger.warning("version %d was not loaded by everybody: %s", version, error)
+        loaded = self._coordinator.loaded(version)
+        self._fleet.serve({peer: number for peer, number in self._receivers.items() if peer in loaded}, version)

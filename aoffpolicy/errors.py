@@ -78,6 +78,10 @@ class EngineError(AoffpolicyError):
     """A rollout engine cannot do what it was asked for; the message names the model, prompt or version."""
 
 
+class EngineDiedError(EngineError):
+    """A process of the rollout engine has ended; the message names it, its pid and its exit code."""
+
+
 class TrainerError(AoffpolicyError):
     """A trainer backend was asked for something that it does not hold; the message says what."""
 

@@ -32,9 +32,10 @@ class GroupDropped(Exception):
 
 
 class RolloutsLost(Exception):
-    """Raised by `Rollout.generate` when no rollout is left that holds weights.
+    """No rollout is left.
 
-    Nothing is lost by it: the group is generated once the weights were sent again, and loaded by at least one rollout.
+    Raised by `Rollout.generate` it means that nobody holds weights: they are sent again, and the group is generated
+    after that. Raised by `WeightSync.send` it means that nobody will come to take them: the run ends in good order.
     """
 
 
@@ -85,6 +86,9 @@ class WeightSync(Protocol):
 
         With swap "boundary" no generation runs from before this call until `load` returns. After `RolloutsLost` a
         version may be sent once more.
+
+        Raises:
+            RolloutsLost: There is nobody to send to, nor will there be.
         """
         ...
 

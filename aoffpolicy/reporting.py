@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -140,7 +140,7 @@ class Reporter:
     # --- Workers ---------------------------------------------------------------------------------------------------
 
     def planned(self, process: PlannedProcess) -> None:
-        self._board.tell(PeerId(process.role, process.rank), device=process.device)
+        self._board.tell(PeerId(process.role, process.rank), state="starting", device=process.device, detail="")
 
     def arrived(self, peer: PeerId, hello: Hello) -> None:
         self._board.tell(peer, host=hello.host, pid=hello.pid)
@@ -155,6 +155,21 @@ class Reporter:
     def load(self, peer: PeerId, in_flight: int) -> None:
         doing = f"generate v{self._version}" if peer.role == "rollout" else "score"
         self._board.load(peer, in_flight, doing)
+
+    def lost(self, peer: PeerId, cause: str, groups: int, restart_in_s: float | None) -> None:
+        """A worker is lost, and the run goes on without it."""
+        then = "it is not started again" if restart_in_s is None else f"it is started again in {restart_in_s:g} s"
+        self._board.tell(peer, state="lost", detail=cause, version=-1)
+        self._publisher.publish(
+            events.FaultEvent(role=peer.role, rank=peer.rank, cause=cause, groups=groups, restart_in_s=restart_in_s)
+        )
+        self._printer.say(f"{peer} is lost: {cause}; {groups} groups go to others; {then}")
+
+    def loaded(self, peers: Collection[PeerId], version: int) -> None:
+        """These rollout workers generate under this version now."""
+        self._version = version
+        for peer in peers:
+            self._board.tell(peer, version=version)
 
     # --- Groups ----------------------------------------------------------------------------------------------------
 
@@ -173,9 +188,8 @@ class Reporter:
 
     # --- Steps -----------------------------------------------------------------------------------------------------
 
-    def running(self, version: int) -> None:
+    def running(self) -> None:
         """The rollouts have their first weights."""
-        self._loaded(version)
         self._run("running")
 
     def phase(self, event: PhaseEvent) -> None:
@@ -188,15 +202,9 @@ class Reporter:
         if event.name == "train":
             self._board.load_role("trainer", int(event.state == "begin"), f"train {event.step}")
         if event.state == "end":
-            if event.name == "load":
-                self._loaded(event.version)
             track = "weights" if event.name in ("send", "load") else event.name
             name, start_s = f"{event.name} {event.step}", event.time - event.seconds
             self._timeline.add(Span(track, name, start_s, event.seconds, event.step, event.version))
-
-    def _loaded(self, version: int) -> None:
-        self._version = version
-        self._board.tell_role("rollout", version=version)
 
     def step(self, record: StepRecord) -> None:
         row = record.as_row()
@@ -222,7 +230,7 @@ class Reporter:
         self._run("failed")
         self._folder.write_json("summary.json", {"state": "failed", "steps": len(self._records), "failure": failure})
 
-    def ended(self, *, interrupted: bool, reward_errors: Counter[str]) -> None:
+    def ended(self, *, interrupted: bool, reward_errors: Counter[str], rollout_restarts: int) -> None:
         state = "interrupted" if interrupted else "finished"
         self._board.ended()
         self._run(state)
@@ -233,6 +241,7 @@ class Reporter:
             "reward_first": _mean(rewards[:SUMMARY_STEPS]),
             "reward_last": _mean(rewards[-SUMMARY_STEPS:]),
             "reward_errors": dict(reward_errors),
+            "rollout_restarts": rollout_restarts,
             "nonfinite_steps": sum(record.metrics.get("nonfinite", 0) > 0 for record in self._records),
             "verdict": verdict(self._records),
         }

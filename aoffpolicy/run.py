@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import secrets
 import signal
 from collections import Counter
@@ -12,17 +11,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 import anyio
+from anyio.abc import TaskGroup
 from rich.console import Console
 
 from aoffpolicy import algorithms
 from aoffpolicy.algorithms import Algorithm
-from aoffpolicy.child import Bootstrap, package_versions
+from aoffpolicy.child import package_versions
 from aoffpolicy.config import Config
 from aoffpolicy.console import StepPrinter
 from aoffpolicy.controller import RemoteRollout, RemoteTrainer, RemoteWeightSync, Shards, call_all
 from aoffpolicy.data.prompts import build_eval_prompts, build_prompts, load_tokenizer
-from aoffpolicy.errors import PeerLostError, first_cause
+from aoffpolicy.errors import PeerLostError, ProcessDiedError, RoleError, first_cause
+from aoffpolicy.fleet import RolloutFleet
 from aoffpolicy.plan import PlannedProcess
+from aoffpolicy.processes import RunProcesses
 from aoffpolicy.reporting import Reporter
 from aoffpolicy.run_folder import RunFolder
 from aoffpolicy.scheduler import Scheduler, SchedulerSettings
@@ -60,6 +62,8 @@ class Run:
         self._checkpoint = latest(folder.checkpoints) if resume else None
         self._run_id = f"{config.run.name}-{secrets.token_hex(4)}"
         self._keys = KeyPair.generate() if config.control.curve else None
+        self._fleet: RolloutFleet | None = None
+        """Once the rollout workers have started."""
         self._scheduler: Scheduler | None = None
         self._reward_errors: Counter[str] = Counter()
         self._interrupted = False
@@ -77,21 +81,29 @@ class Run:
             server = await stack.enter_async_context(self._control_server(reporter))
             store = RendezvousStore(server.address.host)
             stack.callback(store.close)
+
+            def takes_over(loss: RoleError) -> bool:
+                return self._takes_over(loss, server)
+
             supervisor = await stack.enter_async_context(
-                Supervisor(self._folder.logs, self._config.supervisor.stop_timeout_s)
+                Supervisor(self._folder.logs, self._config.supervisor.stop_timeout_s, takes_over)
             )
             try:
                 async with anyio.create_task_group() as watchers:
                     watchers.start_soon(self._obey_signals, watchers.cancel_scope)
                     watchers.start_soon(supervisor.watch)
-                    watchers.start_soon(server.watch)
-                    await self._train(server, store, supervisor, reporter)
+                    watchers.start_soon(server.watch, takes_over)
+                    await self._train(server, store, supervisor, reporter, watchers)
                     watchers.cancel_scope.cancel()
             except BaseException as error:
                 cause = await self._first_cause(error, supervisor)
                 reporter.failed(cause)
                 raise cause from None
-            reporter.ended(interrupted=self._interrupted, reward_errors=self._reward_errors)
+            reporter.ended(
+                interrupted=self._interrupted,
+                reward_errors=self._reward_errors,
+                rollout_restarts=self._fleet.restarts if self._fleet else 0,
+            )
         return self._interrupted
 
     def _control_server(self, reporter: Reporter) -> ControlServer:
@@ -113,9 +125,19 @@ class Run:
                 self._interrupted = True
                 self._printer.say(f"{number.name}: finishing the training step, then a checkpoint; again to stop now")
                 self._scheduler.interrupt()
+                if self._fleet is not None:
+                    self._fleet.close()
                 everything.deadline = anyio.current_time() + self._config.supervisor.interrupt_timeout_s
         self._interrupted = True
         everything.cancel()
+
+    def _takes_over(self, loss: RoleError, server: ControlServer) -> bool:
+        """Whether the run goes on although this child is lost."""
+        if self._fleet is None or not self._fleet.takes_over(loss):
+            return False
+        if isinstance(loss, ProcessDiedError):
+            server.lose(PeerId(loss.role, loss.rank), loss.cause)
+        return True
 
     async def _first_cause(self, error: BaseException, supervisor: Supervisor) -> BaseException:
         """A child's violent death explains what its peers complain about, so it is the cause."""
@@ -129,13 +151,23 @@ class Run:
     # --- Start -----------------------------------------------------------------------------------------------------
 
     async def _train(
-        self, server: ControlServer, store: RendezvousStore, supervisor: Supervisor, reporter: Reporter
+        self,
+        server: ControlServer,
+        store: RendezvousStore,
+        supervisor: Supervisor,
+        reporter: Reporter,
+        tasks: TaskGroup,
     ) -> None:
         tokenizer = await anyio.to_thread.run_sync(load_tokenizer, self._config)
         prompts = await anyio.to_thread.run_sync(build_prompts, self._config, tokenizer)
         eval_prompts = await anyio.to_thread.run_sync(build_eval_prompts, self._config, tokenizer)
         self._printer.say(f"{self._config.data.source}: {prompts.counts}")
-        peers = await self._start_processes(server, store, supervisor, reporter)
+        self._printer.say("starting " + ", ".join(f"{p.role} {p.rank} on {p.device}" for p in self._plan))
+        server_public = self._keys.public if self._keys else b""
+        processes = RunProcesses(
+            self._config, self._plan, self._run_id, server, server_public, store, supervisor, reporter
+        )
+        peers = await processes.start_all()
         started = await self._start_roles(server, peers)
         for peer in peers:
             reporter.ready(peer)
@@ -152,59 +184,25 @@ class Run:
             self._folder.checkpoints,
             reporter,
         )
-        rollout = RemoteRollout(server, self._config, rollouts, rewards, self._reward_errors, reporter)
-        async with Coordinator(server.call, store, trainers, list(rollouts), self._group_settings(store)) as plane:
+        fleet = self._fleet = RolloutFleet(rollouts, processes, self._config.supervisor, reporter)
+        tasks.start_soon(fleet.run)
+        rollout = RemoteRollout(server, self._config, fleet, rewards, self._reward_errors, reporter)
+        async with Coordinator(server.call, store, trainers, self._group_settings(store)) as plane:
             self._printer.say("forming the weight group")
-            await plane.form()
+            weight_sync = RemoteWeightSync(plane, fleet)
             scheduler = Scheduler(
                 rollout,
                 trainer,
-                RemoteWeightSync(plane),
+                weight_sync,
                 prompts,
                 self._settings(2 * sum(rollouts.values()), algorithm),
                 eval_prompts=eval_prompts,
                 state=started[trainers[0]].scheduler_state or None,
                 observer=reporter.phase,
             )
-            await self._drive(scheduler, plane, reporter)
-        await self._stop(server, supervisor, peers)
-
-    async def _start_processes(
-        self, server: ControlServer, store: RendezvousStore, supervisor: Supervisor, reporter: Reporter
-    ) -> tuple[PeerId, ...]:
-        """Spawn every planned process and wait until each has said hello."""
-        self._printer.say("starting " + ", ".join(f"{p.role} {p.rank} on {p.device}" for p in self._plan))
-        peers = tuple(PeerId(process.role, process.rank) for process in self._plan)
-        for peer, process in zip(peers, self._plan, strict=True):
-            keys = KeyPair.generate() if self._keys else None
-            server.allow(peer, keys.public if keys else b"")
-            await supervisor.spawn(self._bootstrap(process, server, store, keys))
-            reporter.planned(process)
-        for peer in peers:
-            reporter.arrived(peer, await server.wait_for(peer, self._config.supervisor.start_timeout_s))
-        return peers
-
-    def _bootstrap(
-        self, process: PlannedProcess, server: ControlServer, store: RendezvousStore, keys: KeyPair | None
-    ) -> Bootstrap:
-        return Bootstrap(
-            role=process.role,
-            rank=process.rank,
-            world_size=process.world_size,
-            config=self._config,
-            device_kind=process.device_kind,
-            device_index=process.device_index,
-            threads=process.threads,
-            cores=process.cores,
-            run_id=self._run_id,
-            parent_pid=os.getpid(),
-            control_url=server.address.url,
-            store_host=store.host,
-            store_port=store.port,
-            public_key=keys.public if keys else b"",
-            secret_key=keys.secret if keys else b"",
-            server_key=self._keys.public if self._keys else b"",
-        )
+            await self._drive(scheduler, weight_sync, reporter)
+        fleet.close()
+        await self._stop(server, supervisor, [peer for peer in peers if peer.role != "rollout" or peer in fleet.here])
 
     async def _start_roles(self, server: ControlServer, peers: Sequence[PeerId]) -> Mapping[PeerId, Started]:
         """Have every role load what it needs, all at once."""
@@ -243,26 +241,38 @@ class Run:
 
     # --- Steps and end ---------------------------------------------------------------------------------------------
 
-    async def _drive(self, scheduler: Scheduler, plane: Coordinator, reporter: Reporter) -> None:
+    async def _drive(self, scheduler: Scheduler, weight_sync: RemoteWeightSync, reporter: Reporter) -> None:
         self._folder.keep_metrics_before(scheduler.step)
         await anyio.to_thread.run_sync(self._folder.samples.keep_before, scheduler.step)
-        await plane.send(scheduler.version)
-        await plane.load(scheduler.version)
+        await weight_sync.send(scheduler.version)
+        await weight_sync.load(scheduler.version)
         self._printer.say(
             f"policy version {scheduler.version} is on every rollout worker; step {scheduler.step} is next"
         )
-        reporter.running(scheduler.version)
+        reporter.running()
         _calm_garbage_collector()
         async with scheduler:
             self._scheduler = scheduler
             async for record in scheduler.run():
                 reporter.step(record)
+        if scheduler.stranded is not None and not self._interrupted:
+            self._printer.say(f"checkpoint after {scheduler.step} steps; go on with --resume auto")
+            raise scheduler.stranded
 
     async def _stop(self, server: ControlServer, supervisor: Supervisor, peers: Sequence[PeerId]) -> None:
         """Let every child leave in good order; whoever does not is ended by the supervisor."""
         supervisor.expect_exits()
         timeout_s = self._config.supervisor.stop_timeout_s
-        await call_all(server, dict.fromkeys(peers, Stop()), timeout_s)
+
+        async def leave(peer: PeerId) -> None:
+            try:
+                await server.call(peer, Stop(), timeout_s)
+            except RoleError as error:
+                logger.warning("%s did not leave in good order: %s", peer, error.cause)
+
+        async with anyio.create_task_group() as tasks:
+            for peer in peers:
+                tasks.start_soon(leave, peer)
         await supervisor.wait_all(timeout_s)
 
 

@@ -105,6 +105,7 @@ class Scheduler:
         self._lost = False  # no rollout holds weights: no generation until they are sent again
         self._data_ended = False
         self._interrupted = False
+        self._stranded: RolloutsLost | None = None
         self._evaluation: Evaluating | None = None
         self._evaluated = -1  # newest version evaluated
 
@@ -129,6 +130,11 @@ class Scheduler:
     @property
     def interrupted(self) -> bool:
         return self._interrupted
+
+    @property
+    def stranded(self) -> RolloutsLost | None:
+        """Why the run was interrupted, if it was because nobody is left to generate."""
+        return self._stranded
 
     async def __aenter__(self) -> Self:
         self._tasks = anyio.create_task_group()
@@ -387,7 +393,15 @@ class Scheduler:
         self._sent = self._version
         self._phases.begin("occupied")
         with self._phases("send", made_by, self._version):
-            await self._call_sync("trainer", "send", self._version)
+            try:
+                await self._call_sync("trainer", "send", self._version)
+            except RolloutsLost as stranded:
+                self._stranded = stranded
+        if self._stranded is not None:
+            self._phases.end("occupied")
+            self._swapping = False
+            self.interrupt()
+            return
         self._groups.start_soon(self._load, self._version, made_by)
 
     def _rollouts_may_swap(self) -> bool:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +29,14 @@ MODULES = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Child:
     role: str
     rank: int
     process: anyio.abc.Process
     log: Path
+    ending: bool = False
+    """It was told to end, so that its death is no news."""
 
     @property
     def pid(self) -> int:
@@ -41,7 +44,7 @@ class Child:
 
 
 class Supervisor:
-    """Starts children and raises the first unexpected death; leaving its context leaves no child behind.
+    """Starts children and raises the first unexpected death that nobody takes over; leaves no child behind.
 
     Each child leads a process group of its own, so that Ctrl-C in a terminal reaches the launcher alone and a kill
     reaches whatever the child started. Should the launcher itself be killed, the children's parent-death signal
@@ -50,11 +53,18 @@ class Supervisor:
     Args:
         log_dir: Folder of `<role>-<rank>.log`.
         stop_timeout_s: Seconds between the polite signal and the kill.
+        takes_over: Called with an unexpected death; true if the run goes on without this child.
     """
 
-    def __init__(self, log_dir: Path, stop_timeout_s: float) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        stop_timeout_s: float,
+        takes_over: Callable[[ProcessDiedError], bool] = lambda death: False,
+    ) -> None:
         self._log_dir = log_dir
         self._stop_timeout_s = stop_timeout_s
+        self._takes_over = takes_over
         self.children: list[Child] = []
         self.first_death: ProcessDiedError | None = None
         self._died = anyio.Event()
@@ -94,7 +104,7 @@ class Supervisor:
         return child
 
     async def watch(self) -> NoReturn:
-        """Wait for the first child that ends without having been told to.
+        """Wait for the first child that ends without having been told to, and is missed.
 
         Raises:
             ProcessDiedError: Names its role, rank, and signal or exit code, with the end of its log.
@@ -102,6 +112,14 @@ class Supervisor:
         await self._died.wait()
         assert self.first_death is not None
         raise self.first_death
+
+    async def end(self, role: str, rank: int) -> None:
+        """Kill this child, and whatever it started; returns when it is gone."""
+        for child in [child for child in self.children if (child.role, child.rank) == (role, rank)]:
+            child.ending = True
+            _signal_group(child, signal.SIGKILL)
+            await child.process.wait()
+            self.children.remove(child)
 
     async def death_within(self, seconds: float) -> ProcessDiedError | None:
         """The first unexpected death, if there was one or there is one in time."""
@@ -122,9 +140,12 @@ class Supervisor:
 
     async def _await_end(self, child: Child) -> None:
         code = await child.process.wait()
-        if not self._stopping and self.first_death is None:
-            self.first_death = ProcessDiedError(child.role, child.rank, _cause_of_death(child, code), _tail(child.log))
-            self.first_death.by_signal = code < 0
+        if self._stopping or child.ending:
+            return
+        death = ProcessDiedError(child.role, child.rank, _cause_of_death(child, code), _tail(child.log))
+        death.by_signal = code < 0
+        if self.first_death is None and not self._takes_over(death):
+            self.first_death = death
             self._died.set()
 
     async def _end_all(self) -> None:

@@ -55,11 +55,6 @@ class WorkerBoard:
         self._workers[peer] = msgspec.structs.replace(known, **news)
         self._publish(self._workers[peer])
 
-    def tell_role(self, role: str, **news: Any) -> None:
-        """The same change for every worker of a role."""
-        for peer in [peer for peer in self._workers if peer.role == role]:
-            self.tell(peer, **news)
-
     def ended(self) -> None:
         """The run is over: every worker that was not lost has stopped."""
         for peer, known in list(self._workers.items()):
@@ -76,7 +71,7 @@ class WorkerBoard:
             self._span(Span(str(peer), doing, busy.since, busy.until - busy.since))
         known = self._workers.get(peer)
         if known is not None:
-            state = "busy" if in_flight else "ready"
+            state = ("busy" if in_flight else "ready") if known.state in ("busy", "ready") else known.state
             self._workers[peer] = msgspec.structs.replace(known, load=in_flight, state=state)
 
     def load_role(self, role: str, in_flight: int, doing: str) -> None:

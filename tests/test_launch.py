@@ -142,7 +142,7 @@ def long_run(tmp_path: Path) -> TinyRun:
 
 @pytest.mark.parametrize("role", ["trainer", "rollout", "reward"])
 def test_a_killed_child_ends_the_run_with_its_role_rank_and_signal(long_run: TinyRun, role: str) -> None:
-    process = long_run.start()
+    process = long_run.start("--supervisor.max_restarts", "0")
     long_run.wait_for_rows(2, process)
     family = descendants(process.pid)
     os.kill(children_of(process.pid)[role], signal.SIGKILL)

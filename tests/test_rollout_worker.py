@@ -86,8 +86,8 @@ async def test_weights_that_arrive_over_the_group_are_generated_from_under_their
     )
     store = RendezvousStore("127.0.0.1")
     try:
-        async with Coordinator(call, store, [TRAINER], [ROLLOUT], settings) as plane:
-            await plane.form()
+        async with Coordinator(call, store, [TRAINER], settings) as plane:
+            await plane.form([ROLLOUT])
             await plane.send(5)
             await plane.load(5)
     finally:

@@ -19,6 +19,7 @@ from aoffpolicy import (
     GroupRequest,
     PhaseEvent,
     RoleError,
+    RolloutsLost,
     SampleGroup,
     Scheduler,
     SchedulerSettings,
@@ -397,3 +398,34 @@ def test_a_native_cancellation_on_asyncio_goes_through_and_leaves_no_task() -> N
         return task.cancelled(), len(asyncio.all_tasks())
 
     assert run_virtually(main) == (True, 1)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("number", [1, 3])
+def test_when_no_rollout_will_come_the_run_ends_in_good_order_and_can_be_gone_on_from(
+    number: int, backend: str
+) -> None:
+    class Stranded(SimulatedRoles):
+        async def send(self, version: int) -> None:
+            if version == number:
+                raise RolloutsLost("all gone")
+            await super().send(version)
+
+    world = World()
+    result = run_virtually(
+        lambda: drive(Stranded(world, DURATION), settings(1), prompts(ROWS), eval_prompts=prompts(2)), backend
+    )
+    assert str(result.scheduler.stranded) == "all gone"
+    assert [record.step for record in result.records] == list(range(number))
+    step, packed = world.saved[-1]
+    assert step == number == result.scheduler.step
+    state = SchedulerState.unpack(packed)
+    again = World(trained=dict(world.trained))
+    rest = run_virtually(
+        lambda: drive(
+            SimulatedRoles(again, DURATION), settings(1), prompts(ROWS), state=state, eval_prompts=prompts(2)
+        ),
+        backend,
+    )
+    assert again.trained == WHOLE
+    assert rest.scheduler.stranded is None

@@ -14,7 +14,7 @@ from aoffpolicy.transport import event_schema
 from aoffpolicy.transport.event_schema import AnyEvent, Event
 
 PAGE = Path(__file__).parent.parent / "docs" / "status.md"
-WORDS: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "boolean"}
+WORDS: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "boolean", float | None: "number or null"}
 
 
 def documented() -> dict[str, dict[str, str]]:

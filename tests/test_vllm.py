@@ -73,8 +73,8 @@ async def test_updated_engines_equal_one_that_was_loaded_with_the_new_weights(
     async with rollouts(tmp_path / "logs", *configs) as running:
         *updated, fresh = running.peers
         expected = await running.batch(fresh)
-        async with running.plane(updated, weights_of(old, travelling)) as plane:
-            await plane.form()
+        async with running.plane(weights_of(old, travelling)) as plane:
+            await plane.form(updated)
             for peer in updated:
                 assert not same(await running.batch(peer), expected)
             for version, path in enumerate([old, new], start=1):
@@ -123,8 +123,8 @@ async def cached_prefixes_are_forgotten(running: Rollouts, new: list[Named]) -> 
     before = await running.generate(engine, LONG_PREFIX)
     again = await running.generate(engine, LONG_PREFIX)
     assert np.array_equal(before.samples[0].token_ids_T, again.samples[0].token_ids_T)  # the second from the cache
-    async with running.plane([engine], new) as plane:
-        await plane.form()
+    async with running.plane(new) as plane:
+        await plane.form([engine])
         await plane.send(1)
         await plane.load(1)
     after = await running.generate(engine, LONG_PREFIX)
@@ -141,16 +141,16 @@ async def mismatches_are_refused_before_anything_moves(running: Rollouts, new: l
         ([*new[:3], (name, tensor.to(torch.float64)), *new[4:]], f"tensor {name} is sent as"),
         (new[:-1], f"tensor {new[-1][0]} is accepted but not sent"),
     ):
-        async with running.plane([engine], wrong, dtype=None) as plane:
+        async with running.plane(wrong, dtype=None) as plane:
             with pytest.raises(WeightSyncError, match=words):
-                await plane.form()
+                await plane.form([engine])
     assert (await running.generate(engine, PROMPTS[0])).oldest_version == 1
 
 
 async def failed_updates_are_repeated_in_full(running: Rollouts, new: list[Named], old: list[Named]) -> None:
     engine, fresh = running.peers
-    async with running.plane([engine], old) as plane:
-        await plane.form()
+    async with running.plane(old) as plane:
+        await plane.form([engine])
         running.fail_at = old[len(old) // 2][0]
         with pytest.raises(WeightSyncError, match=f"trainer 0.*cannot gather {running.fail_at}"):
             await plane.send(2)
@@ -158,7 +158,7 @@ async def failed_updates_are_repeated_in_full(running: Rollouts, new: list[Named
         with pytest.raises(RemoteError, match="the last weight update failed and must be repeated"):
             await running.generate(engine, PROMPTS[0])
         running.fail_at, running.source = "", new
-        await plane.form()
+        await plane.form([engine])
         await plane.send(2)
         await plane.load(2)
     assert same(await running.batch(engine), await running.batch(fresh))
@@ -189,8 +189,8 @@ async def a_cancelled_group_leaves_the_engine(running: Rollouts) -> None:
             for uid in range(40):
                 prompt = Prompt(uid=uid, token_ids_P=PROMPTS[0].token_ids_P)
                 tasks.start_soon(lambda prompt=prompt: running.generate(engine, prompt, n=2, temperature=1.0))
-    async with running.plane([engine], running.source) as plane:  # refused while anything is in flight
-        await plane.form()
+    async with running.plane(running.source) as plane:  # refused while anything is in flight
+        await plane.form([engine])
         await plane.send(3)
         await plane.load(3)
     assert (await running.generate(engine, PROMPTS[0])).oldest_version == 3
@@ -248,8 +248,8 @@ async def test_a_long_request_goes_on_under_the_new_weights(swap: str, tmp_path:
         async def long_request() -> None:
             groups.append(await running.generate(engine, PROMPTS[0], max_tokens=LONG))
 
-        async with running.plane([engine], weights_of(new)) as plane:
-            await plane.form()
+        async with running.plane(weights_of(new)) as plane:
+            await plane.form([engine])
             undisturbed = (await running.generate(engine, PROMPTS[0], max_tokens=LONG)).samples[0]
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(long_request)

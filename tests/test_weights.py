@@ -132,7 +132,7 @@ async def plane(
     store = RendezvousStore(host)
     senders = (TRAINER, HELPER) if helper else (TRAINER,)
     try:
-        async with Coordinator(fabric.call, store, senders, ROLLOUTS, settings) as coordinator:
+        async with Coordinator(fabric.call, store, senders, settings) as coordinator:
             yield coordinator, fabric
     finally:
         for member in fabric.members.values():
@@ -164,7 +164,7 @@ def perturb(fabric: Fabric) -> None:
 @pytest.mark.parametrize("bucket_bytes", [64, 4096, 2**20])
 async def test_awkward_tensors_reach_every_rollout_bit_for_bit(host: str, bucket_bytes: int) -> None:
     async with plane(host, bucket_bytes=bucket_bytes) as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         (sent,) = await coordinator.send(1)
         received = await coordinator.load(1)
         assert_delivered(fabric)
@@ -174,7 +174,7 @@ async def test_awkward_tensors_reach_every_rollout_bit_for_bit(host: str, bucket
 
 async def test_the_digest_follows_the_weights() -> None:
     async with plane() as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         digests = []
         for version, change in enumerate((False, False, True)):
             if change:
@@ -186,7 +186,7 @@ async def test_the_digest_follows_the_weights() -> None:
 
 async def test_trainer_ranks_that_only_help_to_gather_are_driven_to_the_end_and_stay_out_of_the_group() -> None:
     async with plane(helper=True) as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         sent = await coordinator.send(1)
         await coordinator.load(1)
         assert [reply.digest == "" for reply in sent] == [False, True]
@@ -198,7 +198,7 @@ async def test_trainer_ranks_that_only_help_to_gather_are_driven_to_the_end_and_
 
 async def test_send_returns_while_a_rollout_still_loads_and_load_waits_for_it() -> None:
     async with plane(bucket_bytes=2**20) as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         blocked = fabric.receivers[ROLLOUTS[1]].blocked = threading.Event()
         await coordinator.send(1)
         with pytest.raises(WeightSyncError, match="version 2 cannot be sent: version 1 is not loaded yet"):
@@ -214,7 +214,7 @@ async def test_fifty_updates_on_one_group_use_no_more_threads_or_descriptors() -
         return len(list(Path("/proc/self/task").iterdir())), len(os.listdir("/proc/self/fd"))
 
     async with plane() as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         await update(coordinator, 1)
         before = resources()
         for version in range(2, 52):
@@ -228,7 +228,7 @@ async def test_fifty_updates_on_one_group_use_no_more_threads_or_descriptors() -
 async def test_a_later_form_takes_the_place_of_the_group_under_another_term_and_prefix() -> None:
     async with plane() as (coordinator, fabric):
         for version in (1, 2):
-            await coordinator.form()
+            await coordinator.form(ROLLOUTS)
             await update(coordinator, version)
             assert coordinator.term == version
         assert_delivered(fabric)
@@ -244,13 +244,13 @@ async def test_an_absent_member_is_named_within_the_deadline_and_the_next_term_i
         fabric.absent = {(ROLLOUTS[1], Join)}
         began = time.monotonic()
         with pytest.raises(RendezvousError) as caught:
-            await coordinator.form()
+            await coordinator.form(ROLLOUTS)
         assert time.monotonic() - began < 2.5
         text = str(caught.value)
         assert text.startswith("the weight group of term 1 was not formed, JOIN failed: rollout 1: no reply to Join")
         assert "trainer 0: CollectiveError: waited 1.5 s for rollout 1 to come" in text
         fabric.absent = set()
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         assert coordinator.term == 2
         await update(coordinator, 7)
         assert_delivered(fabric)
@@ -260,7 +260,7 @@ async def test_a_member_that_cannot_prepare_is_named_with_the_phase() -> None:
     async with plane(join_timeout_s=2.0) as (coordinator, fabric):
         fabric.absent = {(ROLLOUTS[0], messages.Prepare)}
         with pytest.raises(RendezvousError, match="term 1 was not formed, PREPARE failed: rollout 0: no reply"):
-            await coordinator.form()
+            await coordinator.form(ROLLOUTS)
         assert not any(isinstance(request, Join) for _, request in fabric.requests)
 
 
@@ -273,7 +273,7 @@ async def test_a_member_that_is_late_but_in_time_joins() -> None:
             return await handle(request)
 
         fabric.members[ROLLOUTS[1]].handlers = {**fabric.members[ROLLOUTS[1]].handlers, Join: late}
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         await update(coordinator, 1)
         assert_delivered(fabric)
 
@@ -288,18 +288,18 @@ async def test_a_join_that_raises_ends_the_others_at_once_and_is_the_first_cause
         fabric.before = fail
         began = time.monotonic()
         with pytest.raises(RendezvousError, match="JOIN failed: rollout 0: OSError: no such interface; ") as caught:
-            await coordinator.form()
+            await coordinator.form(ROLLOUTS)
         assert time.monotonic() - began < 5.0
         assert isinstance(caught.value.__cause__, RemoteError)
         fabric.before = lambda peer, request: None
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         await update(coordinator, 1)
         assert_delivered(fabric)
 
 
 async def test_load_that_raises_ends_every_side_with_the_first_cause_and_the_next_term_delivers_everything() -> None:
     async with plane(bucket_bytes=64, sync_timeout_s=30.0, helper=True) as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         fabric.receivers[ROLLOUTS[0]].fail_at = "mask"
         began = time.monotonic()
         with pytest.raises(
@@ -311,14 +311,14 @@ async def test_load_that_raises_ends_every_side_with_the_first_cause_and_the_nex
         with pytest.raises(WeightSyncError, match="no weight group is formed"):
             await coordinator.send(2)
         fabric.receivers[ROLLOUTS[0]].fail_at = ""
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         await update(coordinator, 2)
         assert_delivered(fabric)
 
 
 async def test_gathering_that_raises_ends_the_rollouts_that_wait_for_the_broadcast() -> None:
     async with plane(bucket_bytes=64, sync_timeout_s=30.0) as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         good, fabric.source = fabric.source, [("embed", torch.zeros(50, 33)), ("intruder", torch.zeros(1))]
         began = time.monotonic()
         with pytest.raises(
@@ -327,14 +327,14 @@ async def test_gathering_that_raises_ends_the_rollouts_that_wait_for_the_broadca
             await coordinator.send(1)
         assert time.monotonic() - began < 6.0
         fabric.source = good
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         await update(coordinator, 2)
         assert_delivered(fabric)
 
 
 async def test_a_rollout_that_hangs_while_loading_ends_the_update_within_the_deadline() -> None:
     async with plane(bucket_bytes=64, sync_timeout_s=2.0) as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         hang = fabric.receivers[ROLLOUTS[1]].blocked = threading.Event()
         began = time.monotonic()
         with pytest.raises(WeightSyncError, match="rollout 1: no reply to ReceiveWeights"):
@@ -345,7 +345,7 @@ async def test_a_rollout_that_hangs_while_loading_ends_the_update_within_the_dea
 
 async def test_a_lost_peer_is_the_first_cause_even_if_others_notice_the_broken_group_earlier() -> None:
     async with plane(sync_timeout_s=20.0) as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
 
         def die(peer: PeerId, request: Message) -> None:
             if peer == ROLLOUTS[0] and isinstance(request, ReceiveWeights):
@@ -359,7 +359,7 @@ async def test_a_lost_peer_is_the_first_cause_even_if_others_notice_the_broken_g
 
 async def test_cancelling_an_update_frees_every_member() -> None:
     async with plane(bucket_bytes=64, sync_timeout_s=30.0) as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         fabric.absent = {(TRAINER, messages.SendWeights)}
         with anyio.move_on_after(0.5) as scope:
             await coordinator.send(1)
@@ -369,14 +369,14 @@ async def test_cancelling_an_update_frees_every_member() -> None:
         with pytest.raises(WeightSyncError, match=r"version 1 was not delivered .*cancelled"):
             await coordinator.load(1)
         fabric.absent = set()
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         await update(coordinator, 2)
         assert_delivered(fabric)
 
 
 async def test_a_cancelled_update_leaves_no_trainer_rank_gathering() -> None:
     async with plane(helper=True) as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         fabric.pause_s = 0.1
         with anyio.move_on_after(0.25) as scope:
             await coordinator.send(1)
@@ -409,7 +409,7 @@ async def test_models_that_differ_are_refused_before_any_byte_naming_rank_and_te
             "receive", backend="gloo", specs=change(specs_of(AWKWARD)), load=receiver.load
         )
         with pytest.raises(WeightSyncError, match=message):
-            await coordinator.form()
+            await coordinator.form(ROLLOUTS)
         assert not any(isinstance(request, Join) for _, request in fabric.requests)
 
 
@@ -417,12 +417,12 @@ async def test_members_with_another_backend_are_refused() -> None:
     async with plane() as (coordinator, fabric):
         fabric.members[ROLLOUTS[0]]._backend = "nccl"
         with pytest.raises(RendezvousError, match="rollout 0 uses backend nccl, the others gloo"):
-            await coordinator.form()
+            await coordinator.form(ROLLOUTS)
 
 
 async def test_names_received_but_not_loaded_fail_the_update() -> None:
     async with plane() as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         fabric.receivers[ROLLOUTS[1]].ignored = "half"
         with pytest.raises(WeightSyncError, match=r"rollout 1: .*1 tensors were received but not loaded, half among"):
             await update(coordinator, 1)
@@ -430,7 +430,7 @@ async def test_names_received_but_not_loaded_fail_the_update() -> None:
 
 async def test_loading_that_stops_early_fails_the_update() -> None:
     async with plane() as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         fabric.members[ROLLOUTS[0]]._load = lambda tensors: {next(tensors)[0]}
         with pytest.raises(WeightSyncError, match=r"rollout 0: .*loading stopped before tensor transposed"):
             await update(coordinator, 1)
@@ -438,7 +438,7 @@ async def test_loading_that_stops_early_fails_the_update() -> None:
 
 async def test_a_receiver_whose_digest_differs_fails_the_update_and_is_named() -> None:
     async with plane() as (coordinator, fabric):
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
 
         def flip(peer: PeerId, reply: Message) -> Message:
             if peer == ROLLOUTS[1] and isinstance(reply, WeightsReceived):
@@ -456,7 +456,7 @@ async def test_versions_are_loaded_only_after_they_were_sent() -> None:
     async with plane() as (coordinator, fabric):
         with pytest.raises(WeightSyncError, match="version 1 cannot be sent: no weight group is formed"):
             await coordinator.send(1)
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
         await update(coordinator, 1)
         with pytest.raises(WeightSyncError, match="version 2 cannot be loaded: it was not sent"):
             await coordinator.load(2)
@@ -465,8 +465,8 @@ async def test_versions_are_loaded_only_after_they_were_sent() -> None:
 
 async def test_a_stale_term_is_refused_and_a_stale_abort_does_no_harm() -> None:
     async with plane() as (coordinator, fabric):
-        await coordinator.form()
-        await coordinator.form()
+        await coordinator.form(ROLLOUTS)
+        await coordinator.form(ROLLOUTS)
         member = fabric.members[ROLLOUTS[0]]
         with pytest.raises(RendezvousError, match="term 1 comes after term 2"):
             await member.prepare(messages.Prepare(term=1))

@@ -93,7 +93,7 @@ async def processes(
     store = RendezvousStore(host)
     async with (
         ControlServer(host, run_id="run", keys=None, heartbeat_timeout_s=heartbeat_timeout_s) as server,
-        Coordinator(server.call, store, (TRAINER,), ROLLOUTS, settings) as coordinator,
+        Coordinator(server.call, store, (TRAINER,), settings) as coordinator,
     ):
         plane = Plane(server, coordinator, heartbeat_timeout_s)
         try:
@@ -107,7 +107,7 @@ async def processes(
 async def test_weights_reach_rollouts_in_other_processes_bit_for_bit(host: str) -> None:
     async with processes(host) as plane:
         await plane.start_all()
-        await plane.coordinator.form()
+        await plane.coordinator.form(ROLLOUTS)
         for version in range(3):
             await plane.update(version)
 
@@ -115,7 +115,7 @@ async def test_weights_reach_rollouts_in_other_processes_bit_for_bit(host: str) 
 async def test_a_killed_rollout_ends_the_update_by_name_and_its_replacement_joins_the_others() -> None:
     async with processes("127.0.0.1") as plane:
         await plane.start_all(pause_s=0.05)
-        await plane.coordinator.form()
+        await plane.coordinator.form(ROLLOUTS)
         began = time.monotonic()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(plane.kill_after, 0.5, ROLLOUTS[1])
@@ -123,7 +123,7 @@ async def test_a_killed_rollout_ends_the_update_by_name_and_its_replacement_join
                 await plane.update(1)
         assert time.monotonic() - began < 10.0
         await plane.replace(ROLLOUTS[1])
-        await plane.coordinator.form()
+        await plane.coordinator.form(ROLLOUTS)
         assert plane.coordinator.term == 2
         await plane.update(2)
 
@@ -131,12 +131,12 @@ async def test_a_killed_rollout_ends_the_update_by_name_and_its_replacement_join
 async def test_a_frozen_rollout_ends_the_update_by_name_within_the_deadline_and_may_join_again() -> None:
     async with processes("::1", sync_timeout_s=5.0, heartbeat_timeout_s=60.0) as plane:
         await plane.start_all()
-        await plane.coordinator.form()
+        await plane.coordinator.form(ROLLOUTS)
         plane.signal(ROLLOUTS[1], signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(WeightSyncError, match=r"version 1 was not delivered \(term 1\): rollout 1: "):
             await plane.update(1)
         assert time.monotonic() - began < 9.0
         plane.signal(ROLLOUTS[1], signal.SIGCONT)
-        await plane.coordinator.form()
+        await plane.coordinator.form(ROLLOUTS)
         await plane.update(2)

@@ -99,9 +99,7 @@ class Rollouts:
             yield name, tensor
 
     @asynccontextmanager
-    async def plane(
-        self, receivers: Sequence[PeerId], source: Sequence[Named], *, dtype: torch.dtype | None = None
-    ) -> AsyncIterator[Coordinator]:
+    async def plane(self, source: Sequence[Named], *, dtype: torch.dtype | None = None) -> AsyncIterator[Coordinator]:
         """A weight plane, not formed yet; the sender sends what `source` is then."""
         self.source = list(source)
         specs = specs_of(self.source, dtype)
@@ -122,7 +120,7 @@ class Rollouts:
         )
         store = RendezvousStore(self.server.address.host)
         try:
-            async with Coordinator(call, store, [TRAINER], receivers, settings) as plane:
+            async with Coordinator(call, store, [TRAINER], settings) as plane:
                 plane._term = self._terms
                 try:
                     yield plane

@@ -119,6 +119,14 @@ class Engine(Protocol):
         """
         ...
 
+    async def watch(self) -> None:
+        """Wait, for as long as this engine lives, for the end of one of its own processes.
+
+        Raises:
+            EngineDiedError: One of them has ended; engines without any wait for ever.
+        """
+        ...
+
     def close(self) -> None:
         """Fail what is still being generated and release everything; no harm in a second call."""
         ...

@@ -16,6 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Self, cast
 
+import anyio
 import torch
 from transformers import AutoTokenizer
 
@@ -202,6 +203,10 @@ class TorchEngine:
             )
         if not self._changed.wait_for(lambda: not self._requests, DRAIN_TIMEOUT_S):
             raise EngineError(f"{len(self._requests)} cancelled groups did not end within {DRAIN_TIMEOUT_S} s")
+
+    async def watch(self) -> None:
+        """This engine has no process of its own."""
+        await anyio.sleep_forever()
 
     def close(self) -> None:
         """Fail what is still being generated and end the thread; no harm in a second call."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+
+import anyio
 import anyio.to_thread
 import torch
 
 from aoffpolicy import child
 from aoffpolicy.child import Bootstrap, Handlers
-from aoffpolicy.errors import EngineError
+from aoffpolicy.errors import EngineDiedError, EngineError
 from aoffpolicy.rollout.engine import Engine, Receiver, engine_class
 from aoffpolicy.transport.messages import (
     Abort,
@@ -23,6 +28,10 @@ from aoffpolicy.transport.messages import (
     Stop,
 )
 
+logger = logging.getLogger(__name__)
+LAST_WORDS_S = 1.0
+"""For the answers that say how the engine died."""
+
 
 class RolloutWorker:
     """Answers the controller's requests to one rollout worker.
@@ -35,6 +44,7 @@ class RolloutWorker:
         self._bootstrap = bootstrap
         self._engine: Engine | None = None
         self._receiver: Receiver | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     @property
     def handlers(self) -> Handlers:
@@ -52,6 +62,7 @@ class RolloutWorker:
         """Load the model, warm up, and get ready to receive weights."""
         engine = self._engine = await anyio.to_thread.run_sync(self._build)
         self._receiver = await engine.receiver(self._bootstrap.config.weights.backend, self._device)
+        self._watch = asyncio.create_task(_end_with(engine))
         return Started(capacity=engine.capacity, context_length=engine.context_length)
 
     @property
@@ -76,6 +87,8 @@ class RolloutWorker:
 
     async def stop(self, request: Stop) -> Done:
         """Release the engine and leave the weight group."""
+        if self._watch is not None:
+            self._watch.cancel()
         if self._receiver is not None:
             await self._receiver.close()
         if self._engine is not None:
@@ -91,6 +104,16 @@ class RolloutWorker:
         if self._engine is None:
             raise EngineError("the engine has not been started")
         return self._engine
+
+
+async def _end_with(engine: Engine) -> None:
+    """A worker whose engine has died is of no use: it ends, and the launcher starts another one."""
+    try:
+        await engine.watch()
+    except EngineDiedError as error:
+        logger.error("%s", error)
+        await anyio.sleep(LAST_WORDS_S)
+        os._exit(child.EXIT_FAILED)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from aoffpolicy.text import printable
 from aoffpolicy.transport.events import (
     AnyEvent,
     ErrorEvent,
+    FaultEvent,
     PhaseEvent,
     RunEvent,
     StepEvent,
@@ -19,7 +20,14 @@ from aoffpolicy.transport.events import (
     kind_of,
 )
 
-_STYLES = {"run": "bold cyan", "step": "bold green", "phase": "blue", "worker": "magenta", "error": "bold red"}
+_STYLES = {
+    "run": "bold cyan",
+    "step": "bold green",
+    "phase": "blue",
+    "worker": "magenta",
+    "fault": "red",
+    "error": "bold red",
+}
 _FIRST_METRICS = ("reward_mean", "time_step", "time_generate", "time_train", "time_sync", "overlap_efficiency", "loss")
 """Metrics that a step's line shows; `--json` has all of them."""
 
@@ -65,6 +73,9 @@ def describe(event: AnyEvent) -> str:
         case WorkerEvent():
             place = ", ".join(filter(None, (event.host, f"pid {event.pid}" if event.pid else "", event.device)))
             return f"{event.role} {event.rank} {event.state}" + (f" ({place})" if place else "") + _after(event.detail)
+        case FaultEvent():
+            then = "not started again" if event.restart_in_s is None else f"started again in {event.restart_in_s:g} s"
+            return f"{event.role} {event.rank} is lost, {event.groups} groups go to others, {then}: {event.cause}"
         case ErrorEvent():
             return f"{event.role} {event.rank}: {event.cause}"
 

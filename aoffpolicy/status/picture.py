@@ -13,7 +13,7 @@ from typing import Any
 from aoffpolicy.recorded import number, read_run
 from aoffpolicy.records import StepTimes, verdict
 from aoffpolicy.timeline import PHASE_TRACKS
-from aoffpolicy.transport.events import AnyEvent, ErrorEvent, PhaseEvent, RunEvent, StepEvent, WorkerEvent
+from aoffpolicy.transport.events import AnyEvent, ErrorEvent, FaultEvent, PhaseEvent, RunEvent, StepEvent, WorkerEvent
 
 ENDED = ("finished", "failed", "interrupted")
 """States of a run that are its last."""
@@ -48,7 +48,8 @@ class Picture:
     open: dict[tuple[str, int], PhaseEvent] = field(default_factory=dict)
     """Begins of phases that go on, by name and step."""
     workers: dict[tuple[str, int], WorkerEvent] = field(default_factory=dict)
-    errors: deque[ErrorEvent] = field(default_factory=lambda: deque(maxlen=ERRORS_KEPT))
+    errors: deque[ErrorEvent | FaultEvent] = field(default_factory=lambda: deque(maxlen=ERRORS_KEPT))
+    """What failed, whether the run went on or not."""
     time: float = 0.0
     """Of the newest event, Unix seconds on the launcher's clock."""
 
@@ -69,7 +70,7 @@ class Picture:
                 self.phases.append(Phase(event.name, event.step, event.version, start, event.time))
             case WorkerEvent():
                 self.workers[event.role, event.rank] = event
-            case ErrorEvent():
+            case ErrorEvent() | FaultEvent():
                 self.errors.append(event)
 
     # --- Questions that screen and explanation share ---------------------------------------------------------------

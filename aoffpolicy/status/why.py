@@ -68,6 +68,7 @@ def _state(picture: Picture, now: float) -> Iterator[str]:
             "second: it is gone, stopped, or cut off from here; see logs/launch.log."
         )
     yield from (f"Worker {w.role} {w.rank} is lost: {printable(w.detail)}." for w in _in_state(picture, "lost"))
+    yield from _restarts(picture)
     if errors := list(picture.errors):
         last = errors[-1]
         yield f"The last error came from {last.role} {last.rank}: {printable(last.cause.splitlines()[0])}."
@@ -81,6 +82,17 @@ def _now(picture: Picture, now: float) -> Iterator[str]:
             yield f"It is waiting for {_and(words)} to be ready."
     for phase in sorted(picture.open.values(), key=lambda p: p.time):
         yield _of_phase(picture, phase, max(0.0, now - phase.time))
+
+
+def _restarts(picture: Picture) -> Iterator[str]:
+    """Workers that are being started again, and those that wait for their first weights since."""
+    if picture.state != "running":
+        return
+    for worker in picture.of_role("rollout"):
+        if worker.state == "starting":
+            yield f"Rollout {worker.rank} is being started again; its groups went to others."
+        elif worker.state == "ready" and worker.version < 0:
+            yield f"Rollout {worker.rank} was started again and gets weights with the next version."
 
 
 def _of_phase(picture: Picture, phase: PhaseEvent, seconds: float) -> str:

@@ -16,7 +16,7 @@ import anyio.to_thread
 import zmq
 import zmq.asyncio
 
-from aoffpolicy.errors import ConfigError, DeadlineError, ProtocolError, RemoteError
+from aoffpolicy.errors import ConfigError, DeadlineError, PeerLostError, ProtocolError, RemoteError
 from aoffpolicy.transport import messages, wire
 from aoffpolicy.transport.address import Address, resolve
 from aoffpolicy.transport.messages import REPLIES, Frame, Message, Stop
@@ -175,13 +175,20 @@ class ControlServer:
         """
         return await self._roster.wait_for(peer, timeout_s)
 
-    async def watch(self) -> Never:
+    def lose(self, peer: PeerId, cause: str) -> None:
+        """Give a worker up of which is known otherwise that it is gone: its calls fail at once."""
+        self._roster.lose(self._roster.session(peer), cause)
+
+    async def watch(self, takes_over: Callable[[PeerLostError], bool] = lambda loss: False) -> Never:
         """Wait for the first worker that is lost without having been told to stop.
 
+        Args:
+            takes_over: Called with each loss; true if it is taken care of.
+
         Raises:
-            PeerLostError: That worker; always.
+            PeerLostError: The first one of which nobody takes care; always.
         """
-        await self._roster.watch()
+        await self._roster.watch(takes_over)
 
     # --- Calls -----------------------------------------------------------------------------------------------------
 

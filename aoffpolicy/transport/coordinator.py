@@ -66,6 +66,8 @@ class _Update:
     """One version on its way."""
 
     version: int
+    term: int
+    manifest: Manifest
     sent: anyio.Event = field(default_factory=anyio.Event)
     """Set when every sender has replied, or the update has failed."""
     done: anyio.Event = field(default_factory=anyio.Event)
@@ -81,7 +83,6 @@ class Coordinator:
         call: Sends a request to a member and returns its reply.
         store: Where the members meet; must outlive the coordinator.
         senders: Trainer ranks. One of them holds the weights, the others help to gather and stay out of the group.
-        receivers: Rollout workers.
     """
 
     def __init__(
@@ -89,13 +90,13 @@ class Coordinator:
         call: Call,
         store: RendezvousStore,
         senders: Sequence[PeerId],
-        receivers: Sequence[PeerId],
         settings: GroupSettings,
     ) -> None:
         self._call = call
         self._store = store
         self._senders = tuple(senders)
-        self._receivers = tuple(receivers)
+        self._receivers: tuple[PeerId, ...] = ()
+        """Rollout workers, as of the last attempt to form the group."""
         self._settings = settings
         self._term = 0
         self._aborted_term = 0
@@ -120,8 +121,15 @@ class Coordinator:
 
     # --- Forming the group -----------------------------------------------------------------------------------------
 
-    async def form(self) -> None:
+    @property
+    def is_formed(self) -> bool:
+        return self._manifest is not None
+
+    async def form(self, receivers: Sequence[PeerId]) -> None:
         """Form the group under the next term, in place of an earlier one.
+
+        Args:
+            receivers: Rollout workers.
 
         Raises:
             RendezvousError: Not all members came within the deadline; names term, phase and who was missing.
@@ -129,6 +137,7 @@ class Coordinator:
         """
         self._term += 1
         self._manifest = None
+        self._receivers = tuple(receivers)
         deadline = anyio.current_time() + self._settings.join_timeout_s
         try:
             prepare = dict.fromkeys(self._everybody, Prepare(term=self._term))
@@ -210,8 +219,8 @@ class Coordinator:
             raise WeightSyncError(f"version {version} cannot be sent: no weight group is formed")
         if self._update is not None and not self._update.done.is_set():
             raise WeightSyncError(f"version {version} cannot be sent: version {self._update.version} is not loaded yet")
-        self._update = update = _Update(version)
-        self._tasks.start_soon(self._run, update, self._manifest)
+        self._update = update = _Update(version, self._term, self._manifest)
+        self._tasks.start_soon(self._run, update)
         await self._until(update.sent, update)
         return tuple(_expect(update.replies[peer], WeightsSent) for peer in self._senders)
 
@@ -230,6 +239,13 @@ class Coordinator:
         await self._until(update.done, update)
         return tuple(_expect(update.replies[peer], WeightsReceived) for peer in self._receivers)
 
+    def loaded(self, version: int) -> frozenset[PeerId]:
+        """The receivers that loaded this version, whole and bit for bit: not all of them where `load` has failed."""
+        update = self._update
+        if update is None or update.version != version:
+            return frozenset()
+        return frozenset(peer for peer in self._receivers if not self._fault(update, peer))
+
     async def _until(self, event: anyio.Event, update: _Update) -> None:
         try:
             await event.wait()
@@ -241,7 +257,7 @@ class Coordinator:
         if update.failure is not None:
             raise update.failure
 
-    async def _run(self, update: _Update, manifest: Manifest) -> None:
+    async def _run(self, update: _Update) -> None:
         """One update from the first request to the last reply; its outcome is left in `update`, never raised."""
         deadline = anyio.current_time() + self._settings.sync_timeout_s
         inner_s = self._settings.sync_timeout_s * INNER
@@ -260,7 +276,9 @@ class Coordinator:
             with update.scope:
                 try:
                     await self._ask_all(what, requests, deadline, WeightSyncError, note)
-                    self._verify(update, manifest)
+                    for peer in self._receivers:
+                        if fault := self._fault(update, peer):
+                            raise WeightSyncError(f"{peer}: {fault}")
                 except BaseException as error:
                     await self._abort(_words(error))
                     raise
@@ -274,18 +292,22 @@ class Coordinator:
             update.sent.set()
             update.done.set()
 
-    def _verify(self, update: _Update, manifest: Manifest) -> None:
-        sent = [_expect(update.replies[peer], WeightsSent) for peer in self._senders]
-        digest = next(reply.digest for reply in sent if reply.digest)
-        for peer in self._receivers:
-            received = _expect(update.replies[peer], WeightsReceived)
-            expected = (self._term, update.version, digest, manifest.total_bytes, len(manifest))
-            answered = (received.term, received.version, received.digest, received.bytes, received.loaded)
-            if answered != expected:
-                raise WeightSyncError(
-                    f"{peer}: it did not load what was sent: (term, version, digest, bytes, tensors) is "
-                    f"{answered} and should be {expected}"
-                )
+    def _fault(self, update: _Update, receiver: PeerId) -> str:
+        """Why it is not proven that this receiver loaded what was sent; empty where it is."""
+        sent = [update.replies[peer] for peer in self._senders if peer in update.replies]
+        digests = [reply.digest for reply in sent if isinstance(reply, WeightsSent) and reply.digest]
+        received = update.replies.get(receiver)
+        if not digests or received is None:
+            return "it did not answer, or the sender did not"
+        reply = _expect(received, WeightsReceived)
+        expected = (update.term, update.version, digests[0], update.manifest.total_bytes, len(update.manifest))
+        answered = (reply.term, reply.version, reply.digest, reply.bytes, reply.loaded)
+        if answered == expected:
+            return ""
+        return (
+            f"it did not load what was sent: (term, version, digest, bytes, tensors) is {answered} and should be "
+            f"{expected}"
+        )
 
     async def _ask_all(
         self,

@@ -91,6 +91,18 @@ class WorkerEvent(Event, tag="worker"):
     """Resident memory of the process; 0 where it is not on the launcher's machine."""
 
 
+class FaultEvent(Event, tag="fault"):
+    """A worker was lost, and the run goes on."""
+
+    role: str
+    rank: int
+    cause: str
+    groups: int
+    """Groups that it was generating; they go to others."""
+    restart_in_s: float | None
+    """When it is started again; null: not any more."""
+
+
 class ErrorEvent(Event, tag="error"):
     """Something failed."""
 
@@ -99,7 +111,7 @@ class ErrorEvent(Event, tag="error"):
     cause: str
 
 
-AnyEvent = RunEvent | StepEvent | PhaseEvent | WorkerEvent | ErrorEvent
+AnyEvent = RunEvent | StepEvent | PhaseEvent | WorkerEvent | FaultEvent | ErrorEvent
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
 
@@ -133,10 +145,10 @@ def decode_event(data: bytes) -> AnyEvent:
 
 
 def last_value_key(event: AnyEvent) -> tuple[str | int, ...]:
-    """Of all events with the same key, a newcomer gets the newest: the run; each worker; each role's last error; and of
-    the last `HISTORY_STEPS` steps each step and each phase, so that it can draw what it did not see."""
+    """Of all events with the same key, a newcomer gets the newest: the run; each worker, its last fault and its last
+    error; and of the last `HISTORY_STEPS` steps each step and each phase, so that it can draw what it did not see."""
     match event:
-        case WorkerEvent() | ErrorEvent():
+        case WorkerEvent() | FaultEvent() | ErrorEvent():
             return (kind_of(event), event.role, event.rank)
         case StepEvent():
             return (kind_of(event), event.step % HISTORY_STEPS)
@@ -147,5 +159,5 @@ def last_value_key(event: AnyEvent) -> tuple[str | int, ...]:
 
 
 def kind_of(event: AnyEvent) -> str:
-    """ "run", "step", "phase", "worker" or "error"."""
+    """ "run", "step", "phase", "worker", "fault" or "error"."""
     return str(event.__struct_config__.tag)

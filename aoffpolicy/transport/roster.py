@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Never
 
 import anyio
 
-from aoffpolicy.errors import DeadlineError
+from aoffpolicy.errors import DeadlineError, PeerLostError
 from aoffpolicy.transport.messages import PROTOCOL
 from aoffpolicy.transport.sessions import Session
 from aoffpolicy.transport.wire import Beat, Echo, Hello, PeerId, Refused, Welcome
@@ -180,11 +180,13 @@ class Roster:
         cause = f"the controller waited {timeout_s:.1f} s for its hello{refused}; its log says how far it came"
         raise DeadlineError(peer.role, peer.rank, cause)
 
-    async def watch(self) -> Never:
-        """Raise the first loss; see `ControlServer.watch`."""
+    async def watch(self, takes_over: Callable[[PeerLostError], bool]) -> Never:
+        """Raise the first loss that nobody takes over; see `ControlServer.watch`."""
         while True:
-            for session in self._lost.values():
-                raise session.error()
+            for peer, session in list(self._lost.items()):
+                if not takes_over(session.error()):
+                    raise session.error()
+                del self._lost[peer]
             await self._changed.wait()
 
     async def watch_liveness(self) -> Never:

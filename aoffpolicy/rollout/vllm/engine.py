@@ -10,15 +10,17 @@ import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from multiprocessing import connection
 from typing import Any, Self, cast
 
 import anyio
+import anyio.to_thread
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from aoffpolicy.config import Config
 from aoffpolicy.devices import DeviceKind
-from aoffpolicy.errors import DataError, EngineError
+from aoffpolicy.errors import DataError, EngineDiedError, EngineError
 from aoffpolicy.rollout.vllm import arguments
 from aoffpolicy.rollout.vllm.outputs import Stamps, sample_of
 from aoffpolicy.rollout.vllm.plugin import OWNER
@@ -160,7 +162,7 @@ class VllmEngine:
         if task.cancelled():
             raise EngineError(f"prompt {prompt.uid} was lost: {self._refusal}")
         if (error := task.exception()) is not None:
-            raise EngineError(f"prompt {prompt.uid} was lost: {await self._cause(error)}") from error
+            raise await self._explained(f"prompt {prompt.uid} was lost", error) from error
         group: SampleGroup = task.result()
         return group
 
@@ -209,16 +211,27 @@ class VllmEngine:
         )
         return SampleGroup(prompt=prompt, samples=samples)
 
-    async def _cause(self, error: BaseException) -> str:
+    async def _explained(self, what: str, error: BaseException) -> EngineError:
         """The death of an engine process explains whatever else went wrong."""
         for _ in range(20):  # the news of a death may come a moment after its consequences
-            for child in self._processes.values():
-                if child.exitcode is not None:
-                    return f"vLLM's {child.name} (pid {child.pid}) has died with exit code {child.exitcode}"
+            if death := self._death():
+                return EngineDiedError(f"{what}: {death}")
             if type(error).__name__ != "EngineDeadError":
                 break
             await anyio.sleep(0.1)
-        return f"{type(error).__name__}: {error}"
+        return EngineError(f"{what}: {type(error).__name__}: {error}")
+
+    def _death(self) -> str:
+        for child in self._processes.values():
+            if child.exitcode is not None:
+                return f"vLLM's {child.name} (pid {child.pid}) has died with exit code {child.exitcode}"
+        return ""
+
+    async def watch(self) -> None:
+        """Wait for the end of one of vLLM's processes that this one started."""
+        sentinels = [child.sentinel for child in self._processes.values()]
+        await anyio.to_thread.run_sync(connection.wait, sentinels, abandon_on_cancel=True)
+        raise EngineDiedError(self._death())
 
     # --- Weights -----------------------------------------------------------------------------------------------------
 
@@ -255,7 +268,7 @@ class VllmEngine:
             self._lose_running(f"the last weight update failed and must be repeated: {error or type(error).__name__}")
             await self._leave_update()
             if isinstance(error, Exception):
-                raise EngineError(f"vLLM did not load version {version}: {await self._cause(error)}") from error
+                raise await self._explained(f"vLLM did not load version {version}", error) from error
             raise
         else:
             self._refusal = None
